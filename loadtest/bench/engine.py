@@ -112,12 +112,12 @@ def throughput(generate: Generate, mixes: list[str], times: int) -> None:
 def decoding(core: EngineCore, prompts: list[list[int]], spec: RequestSpec) -> Iterator[None]:
     """Have an engine compute some prompts, and decode until the context ends."""
     for number, prompt in enumerate(prompts):
-        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
-    while core.scheduler.num_queued_tokens:
+        core.sequences.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while core.scheduler.meter.num_queued_tokens:
         core.step()
     yield
     for number in range(len(prompts)):
-        core.abort(f"bench-{number}")
+        core.sequences.abort(f"bench-{number}")
     while core.has_work:
         core.step()
 

@@ -120,8 +120,8 @@ def make_decoding_core(rows: int, caching: bool) -> Engine:
     spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
     for number in range(rows):
         prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
-        core.add(new_sequence(f"bench-{number}", prompt, spec, ()))
-    while scheduler.num_queued_tokens:
+        core.sequences.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while scheduler.meter.num_queued_tokens:
         core.step()
     return core, scheduler, runner
 
@@ -173,7 +173,7 @@ def measure_prefill(length: int, caching: bool, windows: int) -> dict[str, float
     names = itertools.count()
 
     def add_prompt() -> None:
-        engine[0].add(new_sequence(f"bench-{next(names)}", next(prompts), spec, ()))
+        engine[0].sequences.add(new_sequence(f"bench-{next(names)}", next(prompts), spec, ()))
 
     return measure(engine, windows, add_prompt)
 

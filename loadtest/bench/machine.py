@@ -100,7 +100,7 @@ def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> Non
             lengths = [length] * rows + [rng.randint(1, longest)] * rng.randint(0, 2)
             for number, count in enumerate(lengths):
                 prompt = [rng.randrange(vocab) for _ in range(count)]
-                core.add(new_sequence(f"fit-{number}", prompt, spec, ()))
+                core.sequences.add(new_sequence(f"fit-{number}", prompt, spec, ()))
             while core.has_work:
                 core.step()
 

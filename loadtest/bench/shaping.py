@@ -89,8 +89,8 @@ def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
         before = core.stats.tokens_generated
         seconds = run_steps(core, SEGMENT)
         tokens = core.stats.tokens_generated - before
-        if len(core.scheduler.running) < batch:
-            ended = batch - len(core.scheduler.running)
+        if len(core.scheduler.table.running) < batch:
+            ended = batch - len(core.scheduler.table.running)
             raise BenchError(f"{ended} of {batch} answers have ended")
     return seconds / tokens * batch * 1e3
 

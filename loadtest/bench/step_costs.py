@@ -86,7 +86,7 @@ class SequenceLoad:
         for step in range(steps):
             if step % CHANGES == 0:
                 wanted = self._rng.randint(1, most)
-            if len(core.scheduler.running) + core.scheduler.num_waiting < wanted:
+            if len(core.scheduler.table.running) + core.scheduler.table.num_waiting < wanted:
                 self._add(longest)
             core.step()
 
@@ -94,7 +94,7 @@ class SequenceLoad:
         """Run some steps of decode rows alone."""
         for _ in range(rows):
             self._add(length, length, steps + rows)
-        while self._core.scheduler.num_queued_tokens:
+        while self._core.scheduler.meter.num_queued_tokens:
             self._core.step()
         for _ in range(steps):
             self._core.step()
@@ -102,8 +102,8 @@ class SequenceLoad:
     def end(self) -> None:
         """Abort all sequences and step until the engine is idle."""
         scheduler = self._core.scheduler
-        for sequence in [*scheduler.running, *scheduler.waiting]:
-            self._core.abort(sequence.request_id)
+        for sequence in [*scheduler.table.running, *scheduler.table.waiting]:
+            self._core.sequences.abort(sequence.request_id)
         while self._core.has_work:
             self._core.step()
 
@@ -115,7 +115,7 @@ class SequenceLoad:
         )
         (prompt,) = random_prompts(rng, 1, length, self._vocab)
         self._number += 1
-        self._core.add(new_sequence(f"bench-{self._number}", prompt, spec, ()))
+        self._core.sequences.add(new_sequence(f"bench-{self._number}", prompt, spec, ()))
 
 
 def kind_of(work: StepWork) -> str:

@@ -163,7 +163,7 @@ class Engine:
         """Add sequences that decode until the bench ends; only for the engine's thread."""
         spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
         for number in range(STEPPING_ROWS):
-            self.core.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
+            self.core.sequences.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
 
     def close(self) -> None:
         """End the thread, then the endpoint."""
@@ -209,7 +209,7 @@ class Engine:
         spec = RequestSpec(max_tokens=2, ignore_eos=True, seed=1)
         sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
-        self.core.add(sequence)
+        self.core.sequences.add(sequence)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the engine's thread and return its result."""
@@ -274,7 +274,7 @@ class Receiving(JobCallbacks):
     def on_activated(self, job: ReceiverJob) -> None:
         """Record the time at which a prompt has crossed, and abort its sequence."""
         self._events.put(time.monotonic_ns())
-        self._engine.core.abort(job.request_id)
+        self._engine.core.sequences.abort(job.request_id)
 
     def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
         self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))

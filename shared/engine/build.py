@@ -18,6 +18,7 @@ import torch
 from pagewire.shared.base.errors import IntegrityError, RankError
 from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.choices import check_ranks, fit_context, log_pool
+from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -151,10 +152,11 @@ def _build(
     limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)
-    core = _core(scheduler, runner, ranks, loaded.communicator, overlap=device.type == "cuda")
-    _learn_prices(core, runner, learns_prices)
     vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
-    core.constraints.filler = MaskFiller(vocabulary, config.vocab_size)
+    constraints = Constraints(MaskFiller(vocabulary, config.vocab_size))
+    parts = ranks, loaded.communicator, constraints
+    core = _core(scheduler, runner, *parts, overlap=device.type == "cuda")
+    _learn_prices(core, runner, learns_prices)
     return BuiltEngine(
         core=core,
         runner=runner,
@@ -231,13 +233,14 @@ def _core(
     runner: ModelRunner,
     ranks: RankGroup,
     communicator: RankCommunicator | None,
+    constraints: Constraints,
     *,
     overlap: bool,
 ) -> EngineCore:
     if communicator is None:
-        return EngineCore(scheduler, runner, overlap)
+        return EngineCore(scheduler, runner, overlap, constraints=constraints)
     executor = RanksExecutor(runner, ranks, communicator)
-    return EngineCore(scheduler, executor, overlap, [executor])
+    return EngineCore(scheduler, executor, overlap, [executor], constraints)
 
 
 def _learn_prices(core: EngineCore, runner: ModelRunner, all_kinds: bool) -> None:

@@ -15,56 +15,69 @@ one step after another fails on the device.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterable
 
 from pagewire.shared.base.errors import RankError, SchedulingError
+from pagewire.shared.engine.acceptance import accept
+from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.failed_steps import FailedSteps
 from pagewire.shared.engine.launched import EngineStats, Launched
-from pagewire.shared.engine.live_sequences import LiveSequences, end_of
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import Schedule
-from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.scheduling.step import StepPlan, Supply
 from pagewire.shared.engine.step_clock import StepClock
-from pagewire.shared.engine.step_output import StepOutputs, scored_prompts, token_output
-from pagewire.shared.request.logprobs import Logprobs
+from pagewire.shared.engine.step_output import StepOutputs
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class EngineCore(LiveSequences):
+class EngineCore:
     """Runs what the scheduler decides on an executor, and gives the tokens to their sequences.
 
-    Attributes:
+    Args:
+        scheduler: decides about steps.
+        executor: runs them.
         overlap: launch a step before the tokens of the previous step are read.
         hooks: called before and after each launch; in a worker, the KV endpoint.
+        constraints: the grammars of sequences; without it, none can be followed.
+        clock: returns a time in seconds.
+
+    Attributes:
+        sequences: those that have not ended; others add and end them between two steps.
         hooks_busy: a hook asks to be called again soon.
+        stats: counters of all steps.
         steps: which step runs, and how long steps take.
-        failures: decides about steps that fail.
     """
 
-    executor: Executor
-    overlap: bool
-    hooks: list[StepHook] = field(default_factory=list)
-    stats: EngineStats = field(default_factory=EngineStats)
-    hooks_busy: bool = False
-    steps: StepClock = field(init=False)
-    failures: FailedSteps = field(default_factory=FailedSteps)
-    _plain_outputs: tuple[list[str], list[int]] = ([], [])  # as in `StepOutputs`: the columns
-    # What this iteration has decided and launched, for the hooks.
-    _decided: tuple[Schedule, StepPlan | None] = field(default_factory=lambda: (Schedule(), None))
-
-    def __post_init__(self) -> None:
-        self.steps = StepClock(self.scheduler.costs, self.clock)
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        overlap: bool,
+        hooks: Iterable[StepHook] = (),
+        constraints: Constraints | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler, self.executor, self.overlap = scheduler, executor, overlap
+        self.hooks, self.hooks_busy = list(hooks), False
+        self.constraints, self.clock = constraints or Constraints(), clock
+        self.sequences = LiveSequences(scheduler.table, self.constraints, clock)
+        self.stats = EngineStats()
+        self.steps = StepClock(scheduler.costs, clock)
+        self._failures = FailedSteps()
+        self._in_flight = self.sequences.in_flight
+        # What this iteration has decided and launched, for the hooks.
+        self._decided: tuple[Schedule, StepPlan | None] = Schedule(), None
 
     @property
     def has_work(self) -> bool:
         """Whether a further step could change anything."""
-        scheduler = self.scheduler
-        return bool(
-            scheduler.running or scheduler.waiting or self._in_flight or self._other_outputs
-        )
+        table = self.scheduler.table
+        outputs = self.sequences.outputs.others
+        return bool(table.running or table.waiting or self._in_flight or outputs)
 
     @property
     def awaits_step(self) -> bool:
@@ -128,8 +141,7 @@ class EngineCore(LiveSequences):
         if finished:
             self._postprocess(self._in_flight.popleft())
             supplied |= self._supply(wait)
-        outputs = StepOutputs(*self._plain_outputs, self._other_outputs)
-        self._plain_outputs, self._other_outputs = ([], []), []
+        outputs = self.sequences.outputs.take()
         return outputs, bool(schedule.plan or finished or supplied or outputs)
 
     def run_hooks(self) -> bool:
@@ -152,8 +164,8 @@ class EngineCore(LiveSequences):
                 raise
             except Exception:  # any, here and below: the other requests go on
                 logger.exception("a step hook failed: failing this step's requests")
-                self._contain(schedule.sequences)
-        has_news, self._has_news = self._has_news, False
+                self.sequences.contain(schedule.sequences)
+        has_news, self.sequences.has_news = self.sequences.has_news, False
         return has_news
 
     def _schedule(self) -> Schedule:
@@ -162,8 +174,8 @@ class EngineCore(LiveSequences):
             schedule = self.scheduler.schedule()
         except SchedulingError as exc:
             logger.exception("scheduling failed: failing the requests that it had changed")
-            touched = [self._sequences[name] for name in exc.request_ids if name in self._sequences]
-            self._contain(touched)
+            touched = map(self.sequences.get, exc.request_ids)
+            self.sequences.contain([sequence for sequence in touched if sequence is not None])
             return Schedule()
         for launched in self._in_flight:
             launched.lost.update(schedule.preempted)
@@ -211,12 +223,12 @@ class EngineCore(LiveSequences):
         if (masked := self.constraints.fill(launched, wait, self.steps.usual_s)) is None:
             return False
         for sequence, problem in masked.failed:
-            self._fail(sequence, problem, "grammar")
+            self.sequences.fail(sequence, problem, "grammar")
         for sequence, problem in masked.too_late:
-            self._fail(sequence, problem, is_busy=True)
+            self.sequences.fail(sequence, problem, is_busy=True)
         launched.held.update(masked.held.values())
         for sequence in launched.held:
-            self.scheduler.hold(sequence)
+            self.scheduler.skip_row(sequence)
         launched.awaits_supply = False
         self.stats.rows_held += len(masked.held)
         try:
@@ -239,66 +251,13 @@ class EngineCore(LiveSequences):
         if launched.schedule.is_spoilt:
             self.steps.fail()
             return
-        self.failures.clear()
+        self._failures.clear()
         self.steps.finish()
         try:
-            self._accept(launched, result)
+            self.stats.tokens_generated += accept(launched, result, self.sequences)
         except Exception:
             logger.exception("reading a step's result failed: failing this step's requests")
-            self._contain(launched.schedule.sequences)
-
-    def _accept(self, launched: Launched, result: StepResult) -> None:
-        """Append a step's tokens: for most rows all at once, for special ones one by one."""
-        schedule, lost = launched.schedule, launched.lost
-        tokens, scores = result.tokens, result.scores
-        if scores is not None:
-            self._other_outputs += scored_prompts(schedule, scores)
-        for part in (*schedule.entries, *schedule.chunks):
-            if part.sequence not in lost:
-                self.scheduler.note_computed(part.sequence, part.start, part.end)
-                part.sequence.has_known_token = part.samples and part.sequence not in launched.held
-                if part.samples and part.sequence.children:
-                    self.scheduler.fork_children(part.sequence)
-        self.stats.tokens_generated += len(tokens)
-        rows = schedule.rows
-        row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
-        special = launched.special(row_tokens) | self.constraints.limited.keys()
-        of_tokens = {} if scores is None else scores.tokens
-        if of_tokens:
-            sampled = schedule.sampled
-            special.update([sampled[index] for index in of_tokens])
-        plain = rows.append_tokens(row_tokens, special)
-        sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
-        for index, (sequence, token) in enumerate(sampled_tokens):
-            if sequence in special:
-                self._accept_one(sequence, token, launched, of_tokens.get(index))
-        self._plain_outputs = plain
-
-    def _accept_one(
-        self, sequence: Sequence, token: int, launched: Launched, logprobs: Logprobs | None
-    ) -> None:
-        """Accept one token of a sequence in `Launched.special`; some such tokens are dropped."""
-        if sequence in launched.held:
-            self.stats.tokens_generated -= 1  # the device has reported a token that means nothing
-            return
-        if sequence in launched.lost:
-            sequence.num_late_tokens -= 1
-            if sequence.is_finished or sequence.prefill_only:
-                # A prefill job without its blocks is of no use: it runs again.
-                self.stats.tokens_generated -= 1
-                return
-        if (problem := self.constraints.problem_of(sequence, token)) is not None:
-            self.stats.tokens_generated -= 1
-            self._fail(sequence, *problem)
-            return
-        sequence.token_ids.append(token)
-        first = sequence.num_prompt_tokens + sequence.num_replayed_tokens + 1
-        is_first = len(sequence.token_ids) == first
-        status = end_of(sequence, token)
-        if status is not None:
-            self._end(sequence, status)
-        now_s = self.clock() if is_first else None
-        self._other_outputs.append(token_output(sequence, token, status, logprobs, now_s))
+            self.sequences.contain(launched.schedule.sequences)
 
     def _fail_step(
         self, schedule: Schedule, error: Exception, launched: Launched | None = None
@@ -319,22 +278,22 @@ class EngineCore(LiveSequences):
             self.steps.end_with(schedule)
             raise error
         if launched is None:
-            later, verdict = [], self.failures.judge_launch(schedule)
+            later, verdict = [], self._failures.judge_launch(schedule)
         elif schedule.is_spoilt:
             return
         else:
             later = list(self._in_flight)
-            verdict = self.failures.judge_result(launched, later)
+            verdict = self._failures.judge_result(launched, later)
         for sequence in verdict.failed:
-            self._fail(sequence)
+            self.sequences.fail(sequence)
         for sequence in verdict.suspected:
             sequence.strikes += 1
         for sequence in reversed(verdict.again):  # each is put before its owner's others
-            self._run_again(sequence)
+            self.sequences.run_again(sequence)
         for sequence in verdict.tokenless:
             sequence.num_late_tokens -= 1
         for step in later:
             step.schedule.is_spoilt = True
-        if self.failures.are_too_many():
+        if self._failures.are_too_many():
             self.steps.end_with(schedule)
             raise error

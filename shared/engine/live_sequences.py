@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +9,10 @@ from dataclasses import dataclass, field
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.launched import Launched
-from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.sequence_table import SequenceTable
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.engine.step_output import StepOutput
+from pagewire.shared.engine.step_output import OutputBuffer, StepOutput
 
 
 @dataclass(slots=True)
@@ -21,17 +20,21 @@ class LiveSequences:
     """Sequences that have not ended, and the steps that compute them.
 
     Attributes:
+        table: the scheduler's; where each sequence stands.
         constraints: the grammars of sequences, and the masks of steps.
+        clock: returns a time in seconds.
+        in_flight: the steps on the device, oldest first.
+        outputs: of all sequences.
+        has_news: something has changed since the scheduler's last decision.
     """
 
-    scheduler: Scheduler
-    constraints: Constraints = field(default_factory=Constraints, init=False)
-    clock: Callable[[], float] = field(default=time.monotonic, init=False)
-    _sequences: dict[str, Sequence] = field(default_factory=dict, init=False)
-    _in_flight: deque[Launched] = field(default_factory=deque, init=False)  # oldest first
-    _other_outputs: list[StepOutput] = field(default_factory=list, init=False)
-    # Something has changed since the scheduler's last decision.
-    _has_news: bool = field(default=False, init=False)
+    table: SequenceTable
+    constraints: Constraints
+    clock: Callable[[], float]
+    in_flight: deque[Launched] = field(default_factory=deque)
+    outputs: OutputBuffer = field(default_factory=OutputBuffer)
+    has_news: bool = False
+    _by_name: dict[str, Sequence] = field(default_factory=dict)
 
     def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
         """Queue a sequence; see `SequenceTable.add` for its children.
@@ -42,26 +45,26 @@ class LiveSequences:
         """
         named = {each.request_id: each for each in (sequence, *children)}
         for name in named:
-            if name in self._sequences or name in self.scheduler.awaiting_send:
+            if name in self._by_name or name in self.table.awaiting_send:
                 raise InvalidRequestError(f"another request has the id {name}", "request_id")
         self.constraints.check(sequence)
-        self.scheduler.add(sequence, children)
+        self.table.add(sequence, children)
         for each in named.values():
             each.arrival_s = self.clock()
             self.constraints.open(each)
-        self._sequences |= named
-        self._has_news = True  # if a hook has called this, the scheduler has already decided
+        self._by_name |= named
+        self.has_news = True  # if a hook has called this, the scheduler has already decided
 
     def get(self, request_id: str) -> Sequence | None:
         """Return a live sequence."""
-        return self._sequences.get(request_id)
+        return self._by_name.get(request_id)
 
     def abort(self, request_id: str) -> None:
         """End a sequence in any state and free all its resources; ignore unknown ids."""
-        sequence = self._sequences.get(request_id)
+        sequence = self._by_name.get(request_id)
         if sequence is not None:
-            self._end(sequence, RequestStatus.FINISHED_ABORTED)
-        self.scheduler.forget(request_id)
+            self.end(sequence, RequestStatus.FINISHED_ABORTED)
+        self.table.forget(request_id)
 
     # Another worker computes a prompt
 
@@ -71,18 +74,18 @@ class LiveSequences:
         The prefill worker has already delivered that token, so it is not an output here. If it is
         also the last one, only the end is reported.
         """
-        self.scheduler.activate(sequence, first_token)
+        self.table.activate(sequence, first_token)
         sequence.scored_until = sequence.num_prompt_tokens  # delivered before the first token
-        self.scheduler.fork_children(sequence)
-        self._has_news = True
+        self.table.fork_children(sequence)
+        self.has_news = True
         self._end_silently(sequence, first_token)
 
     def unpin(self, blocks: list[int]) -> None:
         """Release blocks that nothing writes to any more; those of ended sequences become free."""
-        pool = self.scheduler.pool
+        pool = self.table.blocks.pool
         used = pool.counts().used
-        self.scheduler.unpin(blocks)
-        self._has_news |= pool.counts().used < used
+        self.table.blocks.unpin(blocks)
+        self.has_news |= pool.counts().used < used
 
     def recompute_locally(self, sequence: Sequence, first_token: int | None) -> None:
         """Compute a reserved sequence's prompt on this worker after all.
@@ -92,7 +95,7 @@ class LiveSequences:
             first_token: the token that a prefill worker has sampled and delivered, if there is one:
                 generation continues after it.
         """
-        self.scheduler.recompute_locally(sequence)
+        self.table.recompute_locally(sequence)
         if first_token is None:
             return
         sequence.token_ids.append(first_token)
@@ -104,28 +107,29 @@ class LiveSequences:
         """End a sequence if this token, which a prefill worker has delivered, is its last."""
         status = end_of(sequence, token)
         if status is not None:
-            self._end(sequence, status)
-            self._other_outputs.append(StepOutput(sequence.request_id, [], status.finish_reason))
+            self.end(sequence, status)
+            self.outputs.others.append(StepOutput(sequence.request_id, [], status.finish_reason))
 
     # Sequences end, or are computed again
 
-    def _end(self, sequence: Sequence, status: RequestStatus) -> None:
+    def end(self, sequence: Sequence, status: RequestStatus) -> None:
+        """End a sequence and free all its resources."""
         if not sequence.is_finished:  # it is, if an error interrupted an earlier call
-            self.scheduler.finish(sequence, status)
-        del self._sequences[sequence.request_id]
+            self.table.finish(sequence, status)
+        del self._by_name[sequence.request_id]
         self.constraints.close(sequence)
         self._lose(sequence)
 
-    def _run_again(self, sequence: Sequence) -> None:
+    def run_again(self, sequence: Sequence) -> None:
         """Take a running sequence out of all steps; it waits, first of its owner's."""
-        self.scheduler.preempt(sequence)
+        self.table.preempt(sequence)
         self._lose(sequence)
 
     def _lose(self, sequence: Sequence) -> None:
-        for launched in self._in_flight:
+        for launched in self.in_flight:
             launched.lost.add(sequence)
 
-    def _fail(
+    def fail(
         self,
         sequence: Sequence,
         error: str = "the model step failed",
@@ -133,21 +137,21 @@ class LiveSequences:
         is_busy: bool = False,
     ) -> None:
         """End a sequence with an error, unless it has ended."""
-        if self._sequences.get(name := sequence.request_id) is sequence:
-            self._end(sequence, RequestStatus.FINISHED_ERROR)
-            self._other_outputs.append(
+        if self._by_name.get(name := sequence.request_id) is sequence:
+            self.end(sequence, RequestStatus.FINISHED_ERROR)
+            self.outputs.others.append(
                 StepOutput(name, [], "error", error=error, param=param, is_busy=is_busy)
             )
 
-    def _contain(self, touched: list[Sequence]) -> None:
+    def contain(self, touched: list[Sequence]) -> None:
         """Fail the sequences that an error may have left in an inconsistent state.
 
         Raises:
             IntegrityError: the block accounting is still wrong afterwards.
         """
         for sequence in touched:
-            self._fail(sequence)
-        self.scheduler.check_integrity()
+            self.fail(sequence)
+        self.table.check_integrity()
 
 
 def end_of(sequence: Sequence, token: int) -> RequestStatus | None:

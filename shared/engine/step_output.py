@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -70,6 +71,25 @@ class StepOutputs(msgspec.Struct, frozen=True, gc=False):
         for request_id, token in zip(self.request_ids, self.token_ids, strict=True):
             yield StepOutput(request_id, [token])
         yield from self.others
+
+
+@dataclass(slots=True)
+class OutputBuffer:
+    """Outputs that have not been passed on.
+
+    Attributes:
+        columns: request ids and tokens, as in `StepOutputs`.
+        others: outputs that have more than a token.
+    """
+
+    columns: tuple[list[str], list[int]] = ([], [])
+    others: list[StepOutput] = field(default_factory=list)
+
+    def take(self) -> StepOutputs:
+        """Return all outputs, and forget them."""
+        outputs = StepOutputs(*self.columns, self.others)
+        self.columns, self.others = ([], []), []
+        return outputs
 
 
 def token_output(

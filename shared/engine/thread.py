@@ -240,7 +240,7 @@ class EngineThread:
         if idle and now >= self._next_check_s:
             self._next_check_s = now + INTEGRITY_INTERVAL_S
             try:
-                self.core.scheduler.check_integrity()
+                self.core.scheduler.table.check_integrity()
             except IntegrityError:
                 self.integrity_errors += 1
                 logger.exception("the accounting of KV blocks is wrong")
@@ -251,11 +251,11 @@ class EngineThread:
             as_of_s=self.commands_s,
             iterations=self.iterations,
             blocks=scheduler.pool.counts(),
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting + len(scheduler.reserved),
-            load=scheduler.load,
+            running=len(scheduler.table.running),
+            waiting=scheduler.table.num_waiting + len(scheduler.table.reserved),
+            load=scheduler.meter.load,
             prices=scheduler.costs.published,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.table.num_preemptions,
             num_retained=scheduler.pool.num_retained,
         )
 

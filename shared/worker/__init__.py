@@ -12,7 +12,7 @@ an engine that hangs), `engine_loss.py` (what such a worker reports), `crash_rep
 process that reports a crash in native code), `crash_watch.py` (starts that, and records the steps
 for it), `kv.py` (opens the KV endpoint and its carriers).
 
-Where a prompt is computed: the scheduler (shared/engine/scheduling/scheduler.py) keeps short
+Where a prompt is computed: the scheduler (shared/engine/scheduling/admission.py) keeps short
 prompts on the worker that decodes (`--local-prefill-tokens`). For longer ones, the router names
 workers in order of preference (services/router/placement/policy.py). `remote_jobs.py` sends the job
 to the first of them that has a working link, and to the next one if that fails. If none is left,

@@ -91,7 +91,7 @@ class EmbeddingJobs:
         """End a job of a router. Does nothing if it has already ended."""
         if (job := self._by_router.get((peer_id, request_id))) is not None:
             self._forget(job)
-            self._engine.submit(lambda core: core.abort(job.engine_id), admitted=True)
+            self._engine.submit(lambda core: core.sequences.abort(job.engine_id), admitted=True)
 
     def on_peer_lost(self, peer_id: str) -> None:
         """End all jobs of a router that is gone."""
@@ -136,7 +136,7 @@ class EmbeddingJobs:
         try:
             sequence = pooled_sequence(job.engine_id, asked.token_ids, asked.pooling, asked.owner)
             sequence.strikes = asked.strikes
-            core.add(sequence)
+            core.sequences.add(sequence)
         except InvalidRequestError as exc:
             self._engine.in_loop(self._on_not_added)(job, "invalid", str(exc), "input")
         except OverloadedError as exc:

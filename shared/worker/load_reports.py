@@ -29,7 +29,7 @@ class LoadReports:
 
     def current(self) -> LoadReport:
         """Return the load now. Only in the engine's thread."""
-        load = self.engine.core.scheduler.load
+        load = self.engine.core.scheduler.meter.load
         return self._report(self.engine.iterations, load, self.engine.commands_s)
 
     def _report(self, iterations: int, load: Load, as_of_s: float) -> LoadReport:

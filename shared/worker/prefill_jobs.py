@@ -120,12 +120,12 @@ class PrefillJobs:
         sequence.prefill_only = True
         sequence.strikes = message.strikes
         core = self.engine.core
-        core.add(sequence)
+        core.sequences.add(sequence)
         num_blocks = core.scheduler.pool.layout.held_blocks(len(message.token_ids))
         try:
             self.sender.export(message.job_id, link, message.first_block, num_blocks)
         except TransferError:
-            core.abort(message.job_id)
+            core.sequences.abort(message.job_id)
             raise
         span = start_span(self.tracing, "prefill", message.trace)
         self._jobs[message.job_id] = _Job(link, message.spec.log_id, span)

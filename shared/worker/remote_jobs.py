@@ -90,7 +90,7 @@ class RemoteJobs(JobCallbacks):
         request = self.find(job.request_id)
         if request is not None:
             request.is_remote = True
-            sequence = self._engine.core.get(request.engine_id)
+            sequence = self._engine.core.sequences.get(request.engine_id)
             request.time(
                 wait_s=self._receiver.clock() - request.arrived_s,
                 held_tokens=0 if sequence is None else sequence.num_cached_tokens or 0,
@@ -184,7 +184,7 @@ class RemoteJobs(JobCallbacks):
             strikes = min(MAX_STRIKES, request.strikes + suspected.strikes)
             for each in request.group:  # another one would have the same prompt computed
                 each.strikes = strikes
-                if (sequence := self._engine.core.get(each.engine_id)) is not None:
+                if (sequence := self._engine.core.sequences.get(each.engine_id)) is not None:
                     sequence.strikes = strikes
             self.on_blamed(request, suspected)
 
@@ -222,9 +222,9 @@ class RemoteJobs(JobCallbacks):
         logger.debug("%s: local prefill, %s", request.engine_id, reason, extra=request.log)
 
         def recompute_locally(core: EngineCore) -> None:
-            sequence = core.get(request.engine_id)
+            sequence = core.sequences.get(request.engine_id)
             if sequence is not None and sequence.status is RequestStatus.RESERVED:
-                core.recompute_locally(sequence, request.first_token)
+                core.sequences.recompute_locally(sequence, request.first_token)
                 self._local_prefills.labels(reason).inc()
 
         # Not at once: the plan that reserves the blocks may be on its way to the device.

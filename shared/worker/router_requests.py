@@ -168,7 +168,7 @@ class RouterRequests:
         """Queue the sequences of requests with one prompt. Runs in the engine's thread."""
         first, *others = [self._new_sequence(request) for request in group]
         try:
-            core.add(first, tuple(others))
+            core.sequences.add(first, tuple(others))
         except InvalidRequestError as exc:
             self.engine.in_loop(self._on_not_added)(group, "invalid", str(exc), exc.param)
         except OverloadedError as exc:
@@ -201,7 +201,7 @@ class RouterRequests:
         if self._forget(request):
             logger.debug("%s is cancelled", request.engine_id, extra=request.log)
             request.end_span("cancelled")
-            self.engine.submit(lambda core: core.abort(request.engine_id), admitted=True)
+            self.engine.submit(lambda core: core.sequences.abort(request.engine_id), admitted=True)
 
     def _forget(self, request: DecodeRequest) -> bool:
         """Remove a request that has ended; return whether it was known."""

@@ -19,7 +19,7 @@ def drain(core: EngineCore) -> list[StepOutput]:
     outputs: list[StepOutput] = []
     for _ in range(300):
         more, worked = core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         outputs += more
         if not worked and not core.has_work:
             return outputs
@@ -37,8 +37,8 @@ def ends_of(outputs: list[StepOutput]) -> dict[str, str]:
 def assert_idle(core: EngineCore) -> None:
     assert not core.has_work
     assert core.scheduler.pool.counts().used == 0
-    assert list(core.scheduler.holders()) == []
-    assert core.scheduler.unforked == set()
+    assert list(core.scheduler.table.holders()) == []
+    assert core.scheduler.table.unforked == set()
 
 
 def reserve(
@@ -48,7 +48,7 @@ def reserve(
     sequence = make_sequence(
         "remote", [1] * length, remote_prefill=True, max_tokens=max_tokens, stop=stop
     )
-    core.add(sequence)
+    core.sequences.add(sequence)
     core.step()
     assert sequence.status is RequestStatus.RESERVED
     return sequence

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
-from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.engine.thread import Command, EngineThread
 
 
 @dataclass
@@ -29,6 +30,11 @@ class Outputs:
 
     def has_ended(self, request_id: str) -> bool:
         return any(o.finish_reason for o in self.said if o.request_id == request_id)
+
+
+def adding(sequence: Sequence) -> Command:
+    """Return the command that adds a sequence."""
+    return lambda core: core.sequences.add(sequence)
 
 
 @contextmanager

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 
+from pagewire.shared.costs.step_costs import StepCosts
+from pagewire.shared.costs.step_work import StepWork
+from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
@@ -59,6 +63,13 @@ def make_sequence(
 make_device: Callable[[SchedulerLimits, int, KvLayout], FakeDevice] = FakeDevice
 
 
+class FixedCosts(StepCosts):
+    """Prices of steps that stay as they are, however long steps take."""
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Learn nothing."""
+
+
 def make_core(
     *,
     num_blocks: int = 16,
@@ -76,6 +87,9 @@ def make_core(
     gap_s: float = math.inf,
     step_sizes: tuple[int, ...] = (),
     max_retained: int = 0,
+    costs: StepCosts | None = None,
+    constraints: Constraints | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> tuple[EngineCore, FakeDevice]:
     """Return an engine and its fake device; sequences are bounded by the pool's size."""
     layout = kv_layout(windows, block_size)
@@ -92,6 +106,7 @@ def make_core(
     )
     pool = BlockPool(num_blocks, layout, caching, listener, max_retained)
     hasher = BlockHasher("secret", model_identity(block_size=block_size))
-    scheduler = Scheduler(limits, pool, hasher)
+    scheduler = Scheduler(limits, pool, hasher, costs)
     device = make_device(limits, num_blocks, layout)
-    return EngineCore(scheduler, device, overlap), device
+    core = EngineCore(scheduler, device, overlap, constraints=constraints, clock=clock)
+    return core, device

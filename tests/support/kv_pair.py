@@ -175,7 +175,7 @@ class KvPair:
         name = f"r{len(self.requests)}"
         sequence = make_sequence(name, prompt, remote_prefill=True, max_tokens=max_tokens)
         request = Request(decode, sequence, generate(sequence, 1024))
-        decode.core.add(sequence)
+        decode.core.sequences.add(sequence)
         self.requests[name] = request
         return request
 
@@ -183,7 +183,7 @@ class KvPair:
         """Abort a request, as when its client disconnects."""
         if not request.is_over:
             request.finish_reason = "abort"
-            request.decode.core.abort(request.sequence.request_id)
+            request.decode.core.sequences.abort(request.sequence.request_id)
             self.cancel(request)
 
     def cancel(self, request: Request) -> None:
@@ -198,7 +198,7 @@ class KvPair:
             return
         self.cancel(request)
         name = request.sequence.request_id
-        if request.decode.core.get(name) is None or request.blocks is None:
+        if request.decode.core.sequences.get(name) is None or request.blocks is None:
             return
         request.blocks = request.decode.receiver.jobs.retry(request.blocks)
         self._begin(request, request.blocks.name)
@@ -209,12 +209,12 @@ class KvPair:
         request.tried.append(link)
         prompt, seed = request.sequence.token_ids, request.sequence.spec.seed or 0
         sequence = make_sequence(job, list(prompt), prefill_only=True, seed=seed)
-        link.prefill.core.add(sequence)
+        link.prefill.core.sequences.add(sequence)
         try:
             positions = request.positions
             link.prefill.sender.export(job, link.sent, positions.start, positions.stop)
         except TransferError as exc:
-            link.prefill.core.abort(job)
+            link.prefill.core.sequences.abort(job)
             self._on_failed(link.prefill, job, link.sent, str(exc))
         return sequence
 
@@ -228,7 +228,8 @@ class KvPair:
                 return
         sequence = request.sequence
         if sequence.status is RequestStatus.RESERVED:
-            request.decode.core.recompute_locally(sequence, next(iter(request.tokens), None))
+            first_token = next(iter(request.tokens), None)
+            request.decode.core.sequences.recompute_locally(sequence, first_token)
 
     def on_reserved(self, job: ReceiverJob) -> None:
         """Ask for a request's blocks."""
@@ -276,7 +277,7 @@ class KvPair:
             if side.is_dead:
                 continue
             outputs, side.worked = side.core.step(wait=False)
-            side.core.scheduler.check_integrity()
+            side.core.scheduler.table.check_integrity()
             for output in outputs:
                 if side in self.prefills:
                     self._on_first_token(output)

@@ -301,7 +301,7 @@ class Worker:
             stack.callback(self.service.close)
             self.service.start()
             yield
-        self.core.scheduler.check_integrity()
+        self.core.scheduler.table.check_integrity()
 
 
 def prefill_record(**fields: Any) -> WorkerRecord:

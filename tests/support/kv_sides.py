@@ -124,7 +124,7 @@ class Side:
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
         """Add a sequence that has nothing to do with transfers."""
         sequence = make_sequence(request_id, prompt, max_tokens=max_tokens)
-        self.core.add(sequence)
+        self.core.sequences.add(sequence)
         return sequence
 
     def close(self) -> None:
@@ -144,10 +144,10 @@ class Side:
     def held(self) -> list[str]:
         """Describe what is held in the engine and in the endpoint."""
         scheduler, sender = self.core.scheduler, self.sender
-        scheduler.check_integrity()
+        scheduler.table.check_integrity()
         used = scheduler.pool.counts().used
         held = [f"{used} blocks of {self.name}"] if used else []
-        held += [f"{s.request_id} on {self.name}" for s in scheduler.holders()]
+        held += [f"{s.request_id} on {self.name}" for s in scheduler.table.holders()]
         for state in (StagingSlotState.FILLED, StagingSlotState.QUARANTINED):
             if count := self.slots.count(state):
                 held.append(f"{count} {state.name} staging slots of {self.name}")

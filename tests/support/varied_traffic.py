@@ -118,7 +118,7 @@ class Traffic:
                 break
             self._core.step()
         for name in names:
-            self._core.abort(name)
+            self._core.sequences.abort(name)
 
     def _add_one(self) -> list[str]:
         self._count += 1
@@ -126,7 +126,7 @@ class Traffic:
         length = min(self._random.choice(_LENGTHS), self._built.max_model_len - 40)
         prompt = [self._random.randrange(10, self._built.config.vocab_size) for _ in range(length)]
         if self._random.random() < 0.15:
-            self._core.add(pooled_sequence(name, prompt, self._random.choice(_POOLINGS)))
+            self._core.sequences.add(pooled_sequence(name, prompt, self._random.choice(_POOLINGS)))
             return [name]
         fields = {key: self._random.choice(values) for key, values in _FIELDS.items()}
         length = self._random.choice((1, 2, 9, 30))
@@ -134,7 +134,7 @@ class Traffic:
         spec = RequestSpec(max_tokens=length, ignore_eos=True, **fields)
         count = self._random.choice((1, 1, 1, 3))
         answers = [self._sequence(f"{name}.{n}", prompt, spec) for n in range(count)]
-        self._core.add(answers[0], tuple(answers[1:]))
+        self._core.sequences.add(answers[0], tuple(answers[1:]))
         return [answer.request_id for answer in answers]
 
     def _sequence(self, name: str, prompt: list[int], spec: RequestSpec) -> Sequence:

@@ -149,7 +149,7 @@ class SimulatedCluster:
     def summary(self, promise: Promise) -> SimulationSummary:
         """Return latencies, promises kept and worker use up to now."""
         workers = self.workers.values()
-        preemptions = sum(worker.core.scheduler.num_preemptions for worker in workers)
+        preemptions = sum(worker.core.scheduler.table.num_preemptions for worker in workers)
         busy_s = {worker.name: worker.device.busy_s for worker in workers}
         return summarize(self.answers, promise, preemptions, busy_s)
 
@@ -204,7 +204,7 @@ class SimulatedCluster:
         sequence.remote_prefill = bool(request.prefills)
         sequence.local_prefill_tokens = request.local_tokens
         try:
-            core.add(sequence)
+            core.sequences.add(sequence)
         except (OverloadedError, InvalidRequestError) as exc:
             request.unload()
             refused = {decode.name} if isinstance(exc, OverloadedError) else self.workers

@@ -108,7 +108,7 @@ class SimulatedPrefillJobs:
         sequence = job.request.sequence()
         sequence.prefill_only = True
         try:
-            core.add(sequence)
+            core.sequences.add(sequence)
         except OverloadedError:
             again = partial(self.begin, job.decode, sequence.request_id, job.sent_until)
             self.events.after(self._hop_s, again)
@@ -156,14 +156,14 @@ class SimulatedPrefillJobs:
 
 
 def _activate(name: str, core: EngineCore) -> None:
-    if (sequence := core.get(name)) is not None:
-        core.activate(sequence, ANSWER_TOKEN)
+    if (sequence := core.sequences.get(name)) is not None:
+        core.sequences.activate(sequence, ANSWER_TOKEN)
 
 
 def _recompute(name: str, core: EngineCore) -> None:
-    if (sequence := core.get(name)) is not None:
-        core.recompute_locally(sequence, None)
+    if (sequence := core.sequences.get(name)) is not None:
+        core.sequences.recompute_locally(sequence, None)
 
 
 def _abort(name: str, core: EngineCore) -> None:
-    core.abort(name)
+    core.sequences.abort(name)

@@ -78,10 +78,9 @@ def make_core(
     )
     retained = int(limits.retained_share * machine.kv_blocks)
     pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener, retained)
-    core = EngineCore(
-        Scheduler(scheduling, pool, hasher_of(machine)), device, machine.host.launches_early
-    )
-    core.clock = core.steps.clock = device.events.clock
+    scheduler = Scheduler(scheduling, pool, hasher_of(machine))
+    clock = device.events.clock
+    core = EngineCore(scheduler, device, machine.host.launches_early, clock=clock)
     for step in (*FIRST, *FURTHER):
         seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(step.work)))
         core.scheduler.costs.learn(step.work, seconds)
@@ -143,7 +142,7 @@ class SimulatedWorker:
 
     def report(self) -> LoadReport:
         """Return a load report with the load now."""
-        load = self.core.scheduler.load
+        load = self.core.scheduler.meter.load
         if self.price_factor != 1:
             load = msgspec.structs.replace(load, seconds=self.price_factor * load.seconds)
         return LoadReport(EPOCH, self.iterations, load)

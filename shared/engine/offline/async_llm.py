@@ -187,7 +187,7 @@ class _Request:
         if answer.has_ended:
             return  # the engine had not yet heard of a stop string
         if answer.take(step) and step.finish_reason is None:
-            self._thread.submit(lambda core: core.abort(step.request_id), admitted=True)
+            self._thread.submit(lambda core: core.sequences.abort(step.request_id), admitted=True)
         if answer.error is not None:
             self._error = self._error or answer.error
         self._has_news.set()
@@ -244,7 +244,7 @@ class _Requests:
         """End a request in any state."""
         for name in request.answers:
             self._of_answer.pop(name, None)
-            core.abort(name)
+            core.sequences.abort(name)
 
     def deliver(self, outputs: StepOutputs) -> None:
         """Give a step's outputs to the loops of their consumers."""

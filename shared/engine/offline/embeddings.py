@@ -52,7 +52,7 @@ def compute_embeddings(
     unfinished = set(prompts)
     try:
         for name, prompt in prompts.items():
-            core.add(pooled_sequence(name, prompt.token_ids, rules.mode))
+            core.sequences.add(pooled_sequence(name, prompt.token_ids, rules.mode))
         while unfinished:
             for output in step().others:
                 if output.embedding is not None and output.request_id in unfinished:
@@ -64,7 +64,7 @@ def compute_embeddings(
         step()  # finishes the overlapped step, if there is one
     finally:
         for name in prompts:
-            core.abort(name)
+            core.sequences.abort(name)
     return [
         EmbeddingOutput(
             prompt.text,

@@ -296,7 +296,7 @@ class LLM(OfflineModel):
 
     def _abort(self, names: Iterable[str]) -> None:
         for name in names:
-            self.engine.core.abort(name)
+            self.engine.core.sequences.abort(name)
             self._live.pop(name, None)
 
     def _end_left(self) -> None:

@@ -225,7 +225,7 @@ def queue(core: EngineCore, answers: Answers, eos_token_ids: tuple[int, ...]) ->
         new_sequence(request_id, answer.output.prompt_token_ids, answer.spec, eos_token_ids)
         for request_id, answer in answers.items()
     ]
-    core.add(sequences[0], tuple(sequences[1:]))
+    core.sequences.add(sequences[0], tuple(sequences[1:]))
 
 
 def readers_of(answers: Answers) -> list[OutputReader]:

@@ -1,6 +1,6 @@
 """The scheduler's limits, and its result for a step: the plan, and the sequences that are in it.
 
-scheduler.py makes the decisions.
+scheduler.py makes the decisions, and parts collect what they mean for the device in `PlanDraft`.
 """
 
 from __future__ import annotations
@@ -155,6 +155,11 @@ class Schedule:
             chunk.samples and chunk.sequence.spec.grammar is not None for chunk in chunks
         )
 
+    def add_preempted(self, sequence: Sequence) -> None:
+        """Note that a sequence is preempted, before it is."""
+        self.touched.append(sequence)
+        self.preempted.append(sequence)
+
     def drop_preempted(self) -> None:
         """Take out what was chosen for sequences that were preempted afterwards."""
         gone = set(self.preempted)
@@ -171,10 +176,12 @@ class PlanDraft:
         layout: of the blocks.
         max_blocks: of a sequence in one group. A device slot's table has that many entries for each
             group, one group after the other.
+        number: of the plan before.
     """
 
     layout: KvLayout
     max_blocks: int
+    number: int = 0
     freed: list[int] = field(default_factory=list)
     new_slots: list[NewDeviceSlot] = field(default_factory=list)
     blocks: TableEntries = field(default_factory=TableEntries)
@@ -260,12 +267,16 @@ class PlanDraft:
         self.freed = plan.freed
         self.kv = [work for work in plan.kv if isinstance(work, Withdraw)]
 
-    def plan(self, number: int, decision: Schedule) -> StepPlan | None:
-        """Return a decision's plan; None if nothing but freed device slots is to be reported."""
+    def finish(self, decision: Schedule) -> StepPlan | None:
+        """Return a decision's plan, and begin the next one.
+
+        Return None and go on with this one if nothing but freed device slots is to be reported.
+        """
         if not (decision.rows or decision.chunks or self.new_slots or self.copies or self.kv):
             return None
-        return StepPlan(
-            number=number,
+        self.number += 1
+        plan = StepPlan(
+            number=self.number,
             decodes=decision.rows.device_slots,
             chunks=[_chunk_of(chunk) for chunk in decision.chunks],
             freed=self.freed,
@@ -276,6 +287,9 @@ class PlanDraft:
             kv=self.kv,
             awaits_supply=decision.has_grammar,
         )
+        self.freed, self.new_slots, self.blocks = [], [], TableEntries()
+        self.copies, self.inputs, self.kv = {}, [], []
+        return plan
 
 
 def _chunk_of(chunk: ScheduledTokens) -> PrefillChunk:

@@ -285,14 +285,14 @@ class KvReceiver(KvHalf[ReceiverLink]):
             job.coverage.add(positions, groups)
             job.note_segment(segment.nbytes)
             job.num_unpacking += 1
-            self.core.scheduler.pin(blocks)
+            self.core.scheduler.blocks.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.verify()
         job, segment = done.job, done.segment
         if job is not None:
-            self.core.unpin(done.blocks)
+            self.core.sequences.unpin(done.blocks)
             job.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)

@@ -123,12 +123,12 @@ class ReceiverJobs:
         if sequence is None or job.first_token is None:
             return False
         self.remove(job.request_id)
-        self.core.activate(sequence, job.first_token)
+        self.core.sequences.activate(sequence, job.first_token)
         return True
 
     def _reserved(self, job: ReceiverJob) -> Sequence | None:
         """Return the sequence, if it still waits for this job."""
-        sequence = self.core.get(job.request_id)
+        sequence = self.core.sequences.get(job.request_id)
         if sequence is None or sequence.status is not RequestStatus.RESERVED:
             return None
         return sequence if self._by_name.get(job.name) is job else None

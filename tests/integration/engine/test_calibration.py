@@ -49,7 +49,7 @@ def test_a_worker_knows_the_prices_of_decode_rows_at_once() -> None:
 def answer(engine: BuiltEngine) -> list[int]:
     spec = RequestSpec(temperature=0.0, max_tokens=8, ignore_eos=True, seed=0)
     sequence = new_sequence("it", [7] * 40, spec, ())
-    engine.core.add(sequence)
+    engine.core.sequences.add(sequence)
     while engine.core.has_work:
         engine.core.step()
     return sequence.token_ids[40:]

@@ -55,7 +55,7 @@ def run(core: EngineCore, *sequences: Sequence) -> tuple[dict[str, list[int]], l
     tokens: dict[str, list[int]] = {each.request_id: [] for each in sequences}
     others = []
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     while core.has_work:
         outputs, _ = core.step()
         for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):

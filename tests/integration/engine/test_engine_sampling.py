@@ -150,7 +150,7 @@ def run_specs(llm: LLM, specs: list[RequestSpec], prompts: list[list[int]]) -> l
         for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True))
     ]
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     return finished(llm, sequences)
 
 
@@ -158,7 +158,7 @@ def finished(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
     core = llm.engine.core
     while core.has_work:
         core.step()
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
 
@@ -270,7 +270,7 @@ def test_shaped_tokens_do_not_depend_on_the_company(
     batch = make_llm(**settings)
     assert together(batch) == alone
     assert together(batch) == alone  # device slots, and cached prefixes, that others had before
-    assert (batch.engine.core.scheduler.num_preemptions > 0) == ("num_blocks" in settings)
+    assert (batch.engine.core.scheduler.table.num_preemptions > 0) == ("num_blocks" in settings)
 
 
 def test_padded_steps_give_the_same_tokens(alone: list[list[int]]) -> None:
@@ -304,7 +304,7 @@ def test_an_interrupted_answer_goes_on_with_the_same_tokens(
         if len(tokens) > given:
             spec, output = spec_of(llm, index), tokens[:given]
             rest[index] = new_sequence(f"m{index}", prompt, spec, eos, output)
-            core.add(rest[index])
+            core.sequences.add(rest[index])
     assert len(rest) > COUNT // 2
     assert finished(llm, list(rest.values())) == [alone[index] for index in rest]
 
@@ -320,18 +320,18 @@ def test_first_tokens_of_prefill_workers_are_the_same(alone: list[list[int]], gi
         spec = spec_of(here, index)
         job = new_sequence(f"j{index}", prompt + tokens[:given], spec, eos)
         job.output_start, job.prefill_only = len(prompt), True
-        there.engine.core.add(job)
+        there.engine.core.sequences.add(job)
         first = finished(there, [job])[0]
         assert first == [tokens[given]]
         blocks = list(job.tables[0].block_ids)  # kept until they are sent
         sequence = new_sequence(f"d{index}", prompt, spec, eos, tokens[:given])
         sequence.remote_prefill = True
-        here.engine.core.add(sequence)
+        here.engine.core.sequences.add(sequence)
         while sequence.status is not RequestStatus.RESERVED:
             here.engine.core.step()
         # Its blocks come from the other engine.
         pool = there.engine.runner.kv_pool
         here.engine.runner.kv_pool[sequence.tables[0].block_ids[: len(blocks)]] = pool[blocks]
-        there.engine.core.abort(job.request_id)
-        here.engine.core.activate(sequence, first[0])
+        there.engine.core.sequences.abort(job.request_id)
+        here.engine.core.sequences.activate(sequence, first[0])
         assert finished(here, [sequence]) == [tokens]

@@ -19,7 +19,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.tests.support.aio import wait_until
-from pagewire.tests.support.engine_threads import Outputs, started
+from pagewire.tests.support.engine_threads import Outputs, adding, started
 from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("each_executor")]
@@ -39,7 +39,7 @@ def test_tokens_come_out_in_the_engines_thread(overlap: bool, sleepy: None) -> N
     outputs = Outputs()
     with started(core, outputs) as engine:
         for sequence in sequences:
-            engine.submit(partial(EngineCore.add, sequence=sequence))
+            engine.submit(adding(sequence))
         wait_until(lambda: all(outputs.has_ended(name) for name in expected))
     assert {name: outputs.tokens(name) for name in expected} == expected
     assert outputs.threads == {"engine"}
@@ -59,7 +59,7 @@ def test_the_last_tokens_come_with_a_load_without_their_answer(
     engine = EngineThread(core, note)
     engine.start()
     sequence = make_sequence("r", [1] * 5, max_tokens=9)
-    engine.submit(partial(EngineCore.add, sequence=sequence))
+    engine.submit(adding(sequence))
     wait_until(lambda: bool(loads))
     assert engine.stop(5.0)
     assert (loads[0].rows, loads[0].blocks) == (0, 0)
@@ -75,11 +75,11 @@ def test_tokens_come_with_the_load_after_an_answer_whose_place_another_one_takes
 
     def note(outputs: StepOutputs) -> None:
         if next(steps) == 8:  # the step of the first one's last token is to come
-            engine.submit(partial(EngineCore.add, sequence=make_sequence("second", [1] * 9)))
+            engine.submit(adding(make_sequence("second", [1] * 9)))
         if any(each.finish_reason for each in outputs):
-            loads.append((engine.snapshot.load, core.scheduler.load))
+            loads.append((engine.snapshot.load, core.scheduler.meter.load))
 
-    core.add(make_sequence("first", [1] * 5, max_tokens=9))
+    core.sequences.add(make_sequence("first", [1] * 5, max_tokens=9))
     engine = EngineThread(core, note)
     engine.start()
     wait_until(lambda: bool(loads))
@@ -99,7 +99,7 @@ def test_a_load_of_some_steps_ago_is_reported_as_the_older_one(
     def note(_outputs: StepOutputs) -> None:
         reports.append((loads.recent(), loads.current()))
 
-    core.add(make_sequence("r", [1] * 5, max_tokens=9))
+    core.sequences.add(make_sequence("r", [1] * 5, max_tokens=9))
     engine = EngineThread(core, note)
     loads = LoadReports(1, engine)
     engine.start()
@@ -174,7 +174,7 @@ def test_commands_without_end_do_not_keep_steps_from_running() -> None:
             engine.submit(again)
 
         engine.submit(again)
-        engine.submit(lambda core: core.add(make_sequence("a", [1])))
+        engine.submit(lambda core: core.sequences.add(make_sequence("a", [1])))
         wait_until(lambda: outputs.has_ended("a"))
 
 
@@ -329,12 +329,12 @@ def test_snapshot_follows_the_engine() -> None:
     with started(core) as engine:
         assert engine.snapshot.blocks.used == 0
         job = make_sequence("job", [1] * 9, prefill_only=True)
-        engine.submit(lambda core: core.add(job))
-        engine.submit(lambda core: core.add(make_sequence("r", [1] * 9, remote_prefill=True)))
+        engine.submit(adding(job))
+        engine.submit(adding(make_sequence("r", [1] * 9, remote_prefill=True)))
         wait_until(lambda: engine.snapshot.waiting == 1 and engine.snapshot.running == 0)
         wait_until(lambda: engine.snapshot.blocks.used == 3 + 1)  # two of the job's are shared
-        engine.submit(lambda core: core.abort("r"))
-        engine.submit(lambda core: core.abort("job"))
+        engine.submit(lambda core: core.sequences.abort("r"))
+        engine.submit(lambda core: core.sequences.abort("job"))
         wait_until(lambda: engine.snapshot.blocks.used == 0)
         assert engine.snapshot.blocks.cached == 2
         assert engine.snapshot.waiting == engine.snapshot.load.tokens == 0
@@ -368,8 +368,8 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
             pass
 
         def after_launch(self, plan: StepPlan | None) -> bool:
-            if core.scheduler.waiting and written:  # the scheduler has run
-                core.unpin(written.pop())
+            if core.scheduler.table.waiting and written:  # the scheduler has run
+                core.sequences.unpin(written.pop())
             return False
 
         def poll(self) -> bool:
@@ -377,10 +377,10 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
 
     def start(core: EngineCore) -> None:
         blocks = core.scheduler.pool.allocate(3)  # of a sequence that has ended
-        core.scheduler.pin(blocks)
+        core.scheduler.blocks.pin(blocks)
         core.scheduler.pool.release(blocks)
         written.append(blocks)
-        core.add(make_sequence("waiting", [1] * 9, max_tokens=2))
+        core.sequences.add(make_sequence("waiting", [1] * 9, max_tokens=2))
 
     core.hooks.append(Writing())
     with started(core, outputs) as engine:

@@ -10,14 +10,13 @@ from functools import partial
 import pytest
 
 from pagewire.shared.engine import thread as thread_module
-from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.failed_steps import MAX_FAILED_STEPS
 from pagewire.shared.engine.scheduling.step import StepPlan, StepResult
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.tests.support.aio import wait_until
-from pagewire.tests.support.engine_threads import Outputs, started
+from pagewire.tests.support.engine_threads import Outputs, adding, started
 from pagewire.tests.support.fake_device import FakeDevice, FakePending
 from pagewire.tests.support.fake_engine import make_core, make_sequence
 from pagewire.tests.support.kv_layouts import kv_layout
@@ -53,7 +52,7 @@ def test_stalled_loop_does_not_iterate_and_does_not_stop_in_time() -> None:
     stuck = core.executor = StuckDevice(device.limits, 16, kv_layout(block_size=4))
     engine = EngineThread(core, Outputs())
     engine.start()
-    engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
+    engine.submit(lambda core: core.sequences.add(make_sequence("a", [1], max_tokens=1)))
     assert stuck.reached.wait(5.0)
     iterations = engine.iterations
     time.sleep(0.3)
@@ -70,9 +69,9 @@ def test_a_load_report_says_since_when_a_long_step_has_kept_the_engine_from_new_
     engine = EngineThread(core, lambda _outputs: None)
     loads = LoadReports(1, engine)
     engine.start()
-    engine.submit(lambda core: core.add(make_sequence("a", [1], max_tokens=1)))
+    engine.submit(lambda core: core.sequences.add(make_sequence("a", [1], max_tokens=1)))
     assert stuck.reached.wait(5.0)
-    engine.submit(lambda core: core.add(make_sequence("b", [2] * 5, max_tokens=1)))
+    engine.submit(lambda core: core.sequences.add(make_sequence("b", [2] * 5, max_tokens=1)))
     time.sleep(0.2)
     assert loads.recent().load.tokens == 0
     assert loads.recent().age_s > 0.19
@@ -99,7 +98,7 @@ def test_loop_ends_with_a_device_that_fails_every_step(caplog: pytest.LogCapture
     for number in range(MAX_FAILED_STEPS):
         assert engine.is_running()
         device.fail("fail_execute", "device lost")
-        engine.submit(partial(EngineCore.add, sequence=make_sequence(f"r{number}", [1])))
+        engine.submit(adding(make_sequence(f"r{number}", [1])))
         if number < MAX_FAILED_STEPS - 1:
             wait_until(partial(outputs.has_ended, f"r{number}"))
     wait_until(lambda: not engine.is_running())
@@ -114,7 +113,7 @@ def test_loop_ends_if_outputs_cannot_be_handed_over(caplog: pytest.LogCaptureFix
     core, _ = make_core()
     engine = EngineThread(core, fail)
     engine.start()
-    engine.submit(lambda core: core.add(make_sequence("a", [1])))
+    engine.submit(lambda core: core.sequences.add(make_sequence("a", [1])))
     wait_until(lambda: not engine.is_running())
     assert "nobody listens" in caplog.text
 
@@ -127,7 +126,7 @@ def test_waiting_for_the_device_is_not_idleness(
     core, device = make_core()
     device.has_run = False
     with started(core) as engine:
-        engine.submit(lambda core: core.add(make_sequence("a", [1])))
+        engine.submit(lambda core: core.sequences.add(make_sequence("a", [1])))
         wait_until(lambda: device.batches)
         engine.submit(lambda core: core.scheduler.pool.allocate(1) and None)
         iterations = engine.iterations

@@ -49,7 +49,7 @@ def assert_equal(got: list[list[int]], want: list[list[int]]) -> None:
 
 def assert_idle(llm: LLM) -> None:
     scheduler = llm.engine.core.scheduler
-    scheduler.check_integrity()
+    scheduler.table.check_integrity()
     assert llm.block_counts().used == 0
     assert not llm.engine.core.has_work
 
@@ -141,7 +141,7 @@ def test_greedy_tokens_equal_hugging_faces(
     outputs = llm.generate(truth.prompts, GREEDY)
     assert_equal(tokens_of(outputs), truth.tokens)
     assert {output.finish_reason for output in outputs} == {"length"}
-    preempted = llm.engine.core.scheduler.num_preemptions > 0
+    preempted = llm.engine.core.scheduler.table.num_preemptions > 0
     assert preempted == (settings["num_blocks"] < ROOMY["num_blocks"])
     assert_idle(llm)
 
@@ -252,7 +252,7 @@ def test_seeded_tokens_do_not_depend_on_the_company(
     llm = make_llm(ranks=ranks, **settings)
     assert len(short_prompts) == 16
     assert_equal(tokens_of(llm.generate(short_prompts, seeded(16))), alone)
-    preempted = llm.engine.core.scheduler.num_preemptions > 0
+    preempted = llm.engine.core.scheduler.table.num_preemptions > 0
     assert preempted == ("num_blocks" in settings)
     assert_idle(llm)
 

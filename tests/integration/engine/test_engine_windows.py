@@ -75,7 +75,7 @@ def test_tokens_are_hugging_faces(tried: Tried, settings: dict[str, Any], overla
     llm.engine.core.overlap = overlap
     assert tokens_of(llm, PROMPTS, GREEDY) == tried.expected
     assert llm.block_counts().used == 0
-    llm.engine.core.scheduler.check_integrity()
+    llm.engine.core.scheduler.table.check_integrity()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
@@ -83,8 +83,8 @@ def test_preempted_answers_are_computed_again(tried: Tried, overlap: bool) -> No
     llm = tried.llm(num_blocks=tried.few_blocks, max_model_len=208, max_num_batched_tokens=16)
     llm.engine.core.overlap = overlap
     assert tokens_of(llm, PROMPTS * 2, GREEDY) == tried.expected * 2
-    assert llm.engine.core.scheduler.num_preemptions > 0
-    llm.engine.core.scheduler.check_integrity()
+    assert llm.engine.core.scheduler.table.num_preemptions > 0
+    llm.engine.core.scheduler.table.check_integrity()
 
 
 def test_padded_steps_have_the_same_tokens(tried: Tried) -> None:

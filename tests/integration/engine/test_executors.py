@@ -42,8 +42,8 @@ def make_llm(**more: Any) -> LLM:
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     tokens = [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
-    assert llm.engine.core.scheduler.num_preemptions > 0
-    llm.engine.core.scheduler.check_integrity()
+    assert llm.engine.core.scheduler.table.num_preemptions > 0
+    llm.engine.core.scheduler.table.check_integrity()
     return tokens
 
 
@@ -153,8 +153,8 @@ def test_child_goes_on_as_its_parent_does() -> None:
     llm = make_llm()
     core = llm.engine.core
     parent, child = (new_sequence(name, PROMPTS[3][:37], GREEDY, ()) for name in ("p", "c"))
-    core.add(parent, (child,))
-    while core.scheduler.unforked:
+    core.sequences.add(parent, (child,))
+    while core.scheduler.table.unforked:
         core.step()
     assert child.status is RequestStatus.RUNNING
     while core.has_work:
@@ -162,4 +162,4 @@ def test_child_goes_on_as_its_parent_does() -> None:
     assert core.stats.prompt_tokens_computed == 37 + 1
     assert child.token_ids == parent.token_ids
     assert len(child.token_ids) == 37 + 20
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()

@@ -39,7 +39,7 @@ def answers(prepared: bool, **settings: Any) -> list[list[int]]:
     ]
     outputs = llm.generate([prompt for prompt, _ in fitting], [params for _, params in fitting])
     assert llm.block_counts().used == 0
-    llm.engine.core.scheduler.check_integrity()
+    llm.engine.core.scheduler.table.check_integrity()
     return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -51,7 +51,7 @@ def launch(llm: LLM, prompt: list[int], *, prefill_only: bool = False) -> Sequen
     spec = RequestSpec(temperature=0, max_tokens=2, ignore_eos=True)
     sequence = new_sequence(f"s{len(prompt)}", prompt, spec, ())
     sequence.prefill_only = prefill_only
-    llm.engine.core.add(sequence)
+    llm.engine.core.sequences.add(sequence)
     llm.engine.core.step(wait=False)
     return sequence
 

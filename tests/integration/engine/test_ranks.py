@@ -80,7 +80,7 @@ def test_answers_of_all_kinds_are_those_of_one_process(one: LLM, two: LLM) -> No
         assert [each.token_ids for each in ours.outputs] == [
             each.token_ids for each in theirs.outputs
         ]
-    assert two.engine.core.scheduler.num_preemptions > 0
+    assert two.engine.core.scheduler.table.num_preemptions > 0
     digits = found[4].text
     assert len(digits) == 20 and digits.isdigit()
     scored, other_scored = found[5].outputs[0].logprobs, expected[5].outputs[0].logprobs

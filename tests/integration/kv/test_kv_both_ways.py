@@ -67,14 +67,14 @@ def test_a_worker_reports_all_of_its_load_whatever_its_role() -> None:
     core, _device = make_core(block_size=BLOCK_SIZE)
     thread = EngineThread(core, lambda _outputs: None)
     loads = LoadReports(3, thread)
-    core.add(make_sequence("r", LONG))
+    core.sequences.add(make_sequence("r", LONG))
     report = loads.current()
-    assert report == LoadReport(3, 0, Load(tokens=40, room=core.scheduler.room), report.age_s)
-    assert loads.recent().load == Load(room=core.scheduler.room)
-    while core.scheduler.num_queued_tokens:
+    assert report == LoadReport(3, 0, Load(tokens=40, room=core.scheduler.meter.room), report.age_s)
+    assert loads.recent().load == Load(room=core.scheduler.meter.room)
+    while core.scheduler.meter.num_queued_tokens:
         core.step()
     core.step()
-    assert loads.current().load == Load(blocks=11, rows=1, room=core.scheduler.room)
+    assert loads.current().load == Load(blocks=11, rows=1, room=core.scheduler.meter.room)
 
 
 def test_a_request_of_a_worker_that_is_linked_to_none_is_answered_although_it_names_some() -> None:

@@ -199,7 +199,7 @@ def end_by_abort(pair: KvPair, request: Request) -> None:
 
 
 def end_by_local_prefill(pair: KvPair, request: Request) -> None:
-    pair.decode.core.recompute_locally(request.sequence, next(iter(request.tokens), None))
+    pair.decode.core.sequences.recompute_locally(request.sequence, next(iter(request.tokens), None))
 
 
 @CARRIERS
@@ -237,9 +237,8 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
         request.job = ""  # the first worker's token comes to nothing, and it goes on sending
         assert request.blocks is not None
         request.blocks = pair.decode.receiver.jobs.retry(request.blocks)
-        pair.until(
-            lambda: len(first.prefill.core.scheduler.awaiting_send) == 1 or not first.prefill.held()
-        )
+        sending = first.prefill.core.scheduler.table.awaiting_send
+        pair.until(lambda: len(sending) == 1 or not first.prefill.held())
         pair.start(request, request.blocks.name, second)
         pair.decode.device.has_moved = True
         pair.until(lambda: request.is_over)

@@ -129,7 +129,7 @@ def test_nothing_is_left_when_all_end_before_the_first_token(leave: bool) -> Non
                 await eventually(lambda: not d.service.num_active)
                 p.device.has_run = True
             await eventually(lambda: not (d.used_blocks or p.used_blocks))
-            assert d.core.scheduler.unforked == set()
+            assert d.core.scheduler.table.unforked == set()
 
     run_async(scenario())
 

@@ -257,12 +257,12 @@ def test_a_worker_that_restarts_is_linked_again(kind: str) -> None:
 def test_a_job_whose_receiver_has_all_blocks_ends_before_its_first_token(end: str) -> None:
     with kv_pair("loopback") as pair:
         sender, core, link = pair.prefill.sender, pair.prefill.core, pair.link.sent
-        core.add(make_sequence("job", list(range(12)), prefill_only=True))
+        core.sequences.add(make_sequence("job", list(range(12)), prefill_only=True))
         sender.export("job", link, first_block=3, num_blocks=3)
         pair.prefill.endpoint.after_launch(None)
-        assert (sender.num_jobs, core.get("job") is None) == (1, False)
+        assert (sender.num_jobs, core.sequences.get("job") is None) == (1, False)
         if end == "cancelled":
             sender.cancel("job", link)
         else:
             sender.close(link)
-        assert (sender.num_jobs, core.get("job")) == (0, None)
+        assert (sender.num_jobs, core.sequences.get("job")) == (0, None)

@@ -268,7 +268,7 @@ def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
     with kv_pair(kind, prefill=engine) as pair:
         start_alongside(pair, 6, 2)
         pair.finish()
-        assert pair.prefill.core.scheduler.num_preemptions == 1
+        assert pair.prefill.core.scheduler.table.num_preemptions == 1
         nbytes = pair.prefill.sender.stats.bytes["d0", kind] - packed_bytes(LAYOUT, 2)  # the test
         assert nbytes == packed_bytes(LAYOUT, 5)
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
@@ -283,7 +283,7 @@ def test_blocks_that_are_lost_while_they_are_packed_arrive_as_they_were(
     with kv_pair(kind, prefill=engine, divided_bytes=divided_bytes) as pair:
         pair.prefill.device.has_moved = False
         start_alongside(pair, 6, 2)
-        pair.until(lambda: pair.prefill.core.scheduler.num_preemptions)
+        pair.until(lambda: pair.prefill.core.scheduler.table.num_preemptions)
         pair.prefill.device.has_moved = True
         pair.finish()
         nbytes = pair.prefill.sender.stats.bytes["d0", kind] - packed_bytes(LAYOUT, 2)  # the test

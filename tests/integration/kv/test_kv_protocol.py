@@ -268,6 +268,6 @@ def test_a_segment_that_is_never_acknowledged_ends_its_link_whatever_overtakes_i
 
 
 def _export(pair: KvPair, raw: RawReceiver, link: Any) -> None:
-    pair.prefill.core.add(make_sequence("job", PROMPT, prefill_only=True))
+    pair.prefill.core.sequences.add(make_sequence("job", PROMPT, prefill_only=True))
     pair.prefill.sender.export("job", link, 0, 3)
     pair.until(lambda: pair.prefill.device.moved)

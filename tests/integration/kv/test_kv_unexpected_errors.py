@@ -35,7 +35,7 @@ def with_running_request(kind: str) -> Iterator[tuple[KvPair, Callable[[], bool]
     with kv_pair(kind, linked=False) as pair:
         running = pair.decode.add("running", [9, 8, 7], max_tokens=500)
         yield pair, lambda: running.status is RequestStatus.RUNNING
-        pair.decode.core.abort("running")
+        pair.decode.core.sequences.abort("running")
 
 
 @CARRIERS

@@ -98,4 +98,4 @@ def test_sequences_are_preempted(kind: str, windows: tuple[int | None, ...]) -> 
         for start in range(4):
             pair.ask([(n * n + start) % 7 for n in range(20)], max_tokens=30)
         pair.finish()
-        assert pair.decode.core.scheduler.num_preemptions > 0
+        assert pair.decode.core.scheduler.table.num_preemptions > 0

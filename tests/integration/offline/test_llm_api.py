@@ -388,7 +388,7 @@ def test_cached_blocks_are_shared_within_a_salt_only(llm: LLM) -> None:
         output = llm.generate([prompt + tail], params)[0]
         return output.cached_tokens, output.token_ids
 
-    size = llm.engine.core.scheduler.block_size
+    size = llm.engine.core.scheduler.blocks.size
     most = (len(prompt) - 1) // size * size
     first = [ask(salt, []) for salt in ("salt a", "salt b", "salt", None)]
     assert [cached for cached, _ in first[:3]] == [0, 0, 0]

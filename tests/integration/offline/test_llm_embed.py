@@ -77,12 +77,12 @@ def test_it_goes_along_with_answers_of_the_same_batch(padded: bool) -> None:
     answer = llm.generate(TEXT, SamplingParams(max_tokens=20))[0].token_ids
     assert llm.tokenizer is not None
     spec = RequestSpec(temperature=0.0, max_tokens=20, seed=1)
-    core.add(new_sequence("answer", llm.tokenizer.encode(TEXT), spec, ()))
+    core.sequences.add(new_sequence("answer", llm.tokenizer.encode(TEXT), spec, ()))
     tokens: list[int] = []
     embeddings = {}
     for step in range(60):
         if step == 3:
-            core.add(pooled_sequence("alone", list(range(5, 70)), "last"))
+            core.sequences.add(pooled_sequence("alone", list(range(5, 70)), "last"))
         for output in core.step()[0]:
             if output.embedding is not None:
                 embeddings[output.request_id] = np.frombuffer(output.embedding, np.float32)

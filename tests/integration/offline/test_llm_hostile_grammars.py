@@ -49,9 +49,9 @@ def run_alongside(
     free: list[Sequence] = []
     for index, prompt in enumerate(PROMPTS):
         free.append(new_sequence(f"free-{index}", prompt, spec, ()))
-        core.add(free[-1])
+        core.sequences.add(free[-1])
     for name, other in others.items():
-        core.add(new_sequence(name, [1, 2, 3], other, llm.engine.config.eos_token_ids))
+        core.sequences.add(new_sequence(name, [1, 2, 3], other, llm.engine.config.eos_token_ids))
     ends: dict[str, str] = {}
     gaps, known, last = [], 0, time.perf_counter()
     while core.has_work:

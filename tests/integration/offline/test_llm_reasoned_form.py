@@ -63,10 +63,10 @@ def test_after_a_preemption() -> None:
     prompt, free = _free_reasoning(llm)
     alone = _replayed(llm, prompt, free[:24], 8)
     assert len(set(alone)) > 2
-    assert llm.engine.core.scheduler.num_preemptions == 0
+    assert llm.engine.core.scheduler.table.num_preemptions == 0
     small = make_llm(enable_prefix_caching=False, num_blocks=24, max_model_len=128)
     assert _replayed(small, prompt, free[:24], 8) == alone
-    assert small.engine.core.scheduler.num_preemptions > 0
+    assert small.engine.core.scheduler.table.num_preemptions > 0
     assert all(10 <= json.loads(answer)["size"] <= 99 for answer in alone)
 
 
@@ -91,7 +91,7 @@ def _replayed(llm: LLM, prompt: list[int], reasoning: list[int], count: int) -> 
         new_sequence(f"again {index}", prompt, each, eos, known) for index, each in enumerate(specs)
     ]
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     while core.has_work:
         core.step()
     return [tokenizer.decode(each.token_ids[len(prompt) + len(known) :]) for each in sequences]

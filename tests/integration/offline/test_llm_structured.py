@@ -61,7 +61,7 @@ def spec_of(asked: SamplingParams, max_tokens: int) -> RequestSpec:
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS)
-    llm.engine.core.scheduler.check_integrity()
+    llm.engine.core.scheduler.table.check_integrity()
     assert not llm.engine.core.has_work
     assert not llm.engine.core.constraints.is_active
     return [output.token_ids for output in outputs]
@@ -107,7 +107,7 @@ def test_after_a_preemption(alone: list[list[int]], mask_wait_s: float) -> None:
     llm = make_llm(num_blocks=10, max_num_batched_tokens=40, max_model_len=160)
     llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
     assert tokens_of(llm) == alone
-    assert llm.engine.core.scheduler.num_preemptions > 0
+    assert llm.engine.core.scheduler.table.num_preemptions > 0
 
 
 @pytest.mark.gpu
@@ -132,7 +132,7 @@ def test_from_any_token_on(alone: list[list[int]]) -> None:
         prompt, start = texts.encode(PROMPTS[row]), alone[row][:known]
         eos = llm.engine.config.eos_token_ids
         sequence = new_sequence("again", prompt, spec, eos, start)
-        core.add(sequence)
+        core.sequences.add(sequence)
         while core.has_work:
             core.step()
         assert sequence.token_ids[len(prompt) :] == alone[row]
@@ -218,8 +218,8 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
     hostile = StructuredOutputs(grammar="start: s\ns: s s s | s s | /[a-z ]/ | \n")
     spec = spec_of(SamplingParams(temperature=1.0, seed=1, structured_outputs=hostile), 400)
     core, outputs = llm.engine.core, []
-    core.add(new_sequence("hostile", [1, 2, 3], spec, ()))
-    core.add(new_sequence("free", [1, 2, 3], RequestSpec(max_tokens=300), ()))
+    core.sequences.add(new_sequence("hostile", [1, 2, 3], spec, ()))
+    core.sequences.add(new_sequence("free", [1, 2, 3], RequestSpec(max_tokens=300), ()))
     while core.has_work:
         outputs += core.step()[0].others
     ended = {output.request_id: output for output in outputs if output.finish_reason}

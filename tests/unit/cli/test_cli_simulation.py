@@ -165,9 +165,9 @@ def test_each_request_ends_once_and_no_block_stays_in_use(plan: ClusterPlan, pol
     assert [len(each.times) for each in answers] == asked
     assert all(list(each.times) == sorted(each.times) for each in answers)
     assert {each.outcome for each in answers} == {"ok"}
-    assert sum(w.core.scheduler.num_preemptions for w in cluster.workers.values()) > 0
+    assert sum(w.core.scheduler.table.num_preemptions for w in cluster.workers.values()) > 0
     for worker in cluster.workers.values():
-        worker.core.scheduler.check_integrity()
+        worker.core.scheduler.table.check_integrity()
         assert worker.core.scheduler.pool.counts().used == 0
         assert not worker.core.has_work
     for router in cluster.routers:

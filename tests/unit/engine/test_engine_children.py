@@ -63,7 +63,7 @@ def family(
 def add(core: EngineCore, sequences: list[Sequence]) -> dict[str, list[int]]:
     """Add a sequence with its children; returns what each should end with."""
     wanted = {each.request_id: generate(each, LIMIT) for each in sequences}
-    core.add(sequences[0], tuple(sequences[1:]))
+    core.sequences.add(sequences[0], tuple(sequences[1:]))
     return wanted
 
 
@@ -92,9 +92,9 @@ def test_children_share_full_blocks_and_copy_the_last(overlap: bool, length: int
     plans = Plans(core)
     sequences = family(length)
     wanted = add(core, sequences)
-    while core.scheduler.unforked:
+    while core.scheduler.table.unforked:
         core.step()
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     num_copies = 2 * int((length - 1) % 4 > 0)  # each runs the prompt's last token itself
     assert core.scheduler.pool.counts().used == len(sequences[0].tables[0]) + num_copies
     outputs = drain(core)
@@ -108,8 +108,8 @@ def test_child_that_ends_as_it_forks_copies_nothing() -> None:
     plans = Plans(core)
     add(core, family(6, count=2))
     core.step()
-    assert core.scheduler.unforked == set()
-    core.abort("s1")
+    assert core.scheduler.table.unforked == set()
+    core.sequences.abort("s1")
     drain(core)
     assert not any(plan.copies for plan in plans.all)
     assert_idle(core)
@@ -120,9 +120,9 @@ def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
     plans = Plans(core)
     wanted = add(core, family(6, count=2, max_tokens=3))
     core.step()
-    core.abort("s0")
+    core.sequences.abort("s0")
     remote = make_sequence("remote", [0] * 8, remote_prefill=True)
-    core.add(remote)  # its KV may be written as soon as the steps before its plan are done
+    core.sequences.add(remote)  # KV may be written as soon as the steps before its plan are done
     outputs, _ = core.step()
     assert plans.all[-1].copies
     outputs = [*outputs, *core.step()[0]]
@@ -130,7 +130,7 @@ def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
     for plan in plans.all:
         expected = {b for work in plan.kv if isinstance(work, Expect) for b in work.block_ids}
         assert expected.isdisjoint(block for pair in plan.copies for block in pair)
-    core.abort("remote")
+    core.sequences.abort("remote")
     assert tokens_of([*outputs, *drain(core)], "s1") == wanted["s1"]
     assert_idle(core)
 
@@ -140,7 +140,7 @@ def test_children_that_are_preempted_are_computed_again(overlap: bool) -> None:
     core, _ = make_core(num_blocks=8, overlap=overlap, caching=False)
     wanted = add(core, family(6))
     outputs = drain(core)
-    assert core.scheduler.num_preemptions > 0
+    assert core.scheduler.table.num_preemptions > 0
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted
     assert_idle(core)
 
@@ -150,7 +150,7 @@ def test_child_without_room_waits_in_the_queue(size: dict[str, int]) -> None:
     core, _ = make_core(caching=False, **size)
     wanted = add(core, family(6, count=2, max_tokens=2))
     first, _ = core.step()
-    assert [each.request_id for each in core.scheduler.waiting] == ["s1"]
+    assert [each.request_id for each in core.scheduler.table.waiting] == ["s1"]
     outputs = [*first, *drain(core)]
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted
     assert_idle(core)
@@ -163,7 +163,7 @@ def test_children_without_room_queue_before_all_others(caching: bool) -> None:
     other = make_sequence("other", [0] * 5)
     wanted |= add(core, [other])
     first, _ = core.step()
-    assert [each.request_id for each in core.scheduler.waiting] == ["s2", "s3", "other"]
+    assert [each.request_id for each in core.scheduler.table.waiting] == ["s2", "s3", "other"]
     outputs = [*first, *drain(core)]
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted
     # With a cache they find the full blocks again.
@@ -176,7 +176,7 @@ def test_child_takes_the_place_of_a_sequence_that_ends_too_early(overlap: bool) 
     core, device = make_core(overlap=overlap, max_num_batched_tokens=8, caching=False)
     wanted = add(core, family(10))
     core.step()  # its first chunk
-    core.abort("s0")
+    core.sequences.abort("s0")
     outputs = drain(core)
     assert tokens_of(outputs, "s0") == []
     assert {name: tokens_of(outputs, name) for name in ("s1", "s2")} == {
@@ -202,8 +202,8 @@ def test_child_goes_on_when_the_step_of_its_parent_fails() -> None:
 def test_child_that_ends_before_it_forks_leaves_the_others_alone() -> None:
     core, _ = make_core(caching=False)
     wanted = add(core, family(9))
-    core.abort("s1")
-    assert core.get("s1") is None
+    core.sequences.abort("s1")
+    assert core.sequences.get("s1") is None
     outputs = drain(core)
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s1": []}
     assert_idle(core)
@@ -223,9 +223,9 @@ def test_children_of_a_prompt_computed_elsewhere_fork_when_its_kv_is_there(
         RequestStatus.WAITING,
         RequestStatus.WAITING,
     ]
-    assert len(core.scheduler.reserved) == 1
+    assert len(core.scheduler.table.reserved) == 1
     device.write_prompt(sequences[0])
-    core.activate(sequences[0], wanted["s0"][0])
+    core.sequences.activate(sequences[0], wanted["s0"][0])
     outputs = drain(core)
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
     assert core.stats.prompt_tokens_computed == 2
@@ -239,7 +239,7 @@ def test_children_of_a_sequence_that_is_recomputed_locally_fork_from_it(overlap:
     wanted = add(core, [parent, *children])
     core.step()
     first = wanted["s0"][0]
-    core.recompute_locally(parent, first)  # it goes on after this token, which is not theirs
+    core.sequences.recompute_locally(parent, first)  # it goes on after its own first token
     outputs = drain(core)
     assert {name: tokens_of(outputs, name) for name in wanted} == wanted | {"s0": wanted["s0"][1:]}
     assert core.stats.prompt_tokens_computed == 10 + 2
@@ -251,12 +251,12 @@ def test_first_child_is_reserved_when_its_reserved_parent_ends() -> None:
     parent, child, other = family(9, remote_prefill=True)
     add(core, [parent, child, other])
     core.step()
-    core.abort(parent.request_id)
+    core.sequences.abort(parent.request_id)
     core.step()
     assert child.status is RequestStatus.RESERVED
-    assert core.scheduler.unforked == {other}
-    core.abort(child.request_id)
-    core.abort(other.request_id)
+    assert core.scheduler.table.unforked == {other}
+    core.sequences.abort(child.request_id)
+    core.sequences.abort(other.request_id)
     drain(core)
     assert_idle(core)
 
@@ -285,10 +285,10 @@ def test_children_count_in_the_queue() -> None:
     core, _ = make_core(max_waiting=4)
     add(core, family(5, count=3))
     with pytest.raises(OverloadedError, match="3 requests are waiting"):
-        core.add(make_sequence("p", [0] * 3), (make_sequence("q", [0] * 3),))
+        core.sequences.add(make_sequence("p", [0] * 3), (make_sequence("q", [0] * 3),))
     add(core, [make_sequence("p", [0] * 3)])
     with pytest.raises(OverloadedError):
-        core.add(make_sequence("q", [0] * 3))
+        core.sequences.add(make_sequence("q", [0] * 3))
     drain(core)
     assert_idle(core)
 
@@ -297,7 +297,7 @@ def test_child_under_a_name_in_use_is_refused_with_its_parent() -> None:
     core, _ = make_core()
     add(core, [make_sequence("one", [1] * 3)])
     with pytest.raises(InvalidRequestError, match="has the id one"):
-        core.add(make_sequence("two", [1] * 3), (make_sequence("one", [1] * 3),))
-    assert core.get("two") is None
+        core.sequences.add(make_sequence("two", [1] * 3), (make_sequence("one", [1] * 3),))
+    assert core.sequences.get("two") is None
     drain(core)
     assert_idle(core)

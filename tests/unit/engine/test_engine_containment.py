@@ -62,11 +62,11 @@ def test_request_that_cannot_be_admitted_fails_alone(
     core, _ = make_core(overlap=overlap)
     before, after = make_sequence("before", [1] * 5), make_sequence("after", [0] * 9)
     expected = {s.request_id: generate(s, LIMIT) for s in (before, after)}
-    core.add(before)
+    core.sequences.add(before)
     first, _ = core.step()
     outputs = list(first)
-    core.add(make_sequence("poison", [2**40] * 9))  # cannot be hashed
-    core.add(after)
+    core.sequences.add(make_sequence("poison", [2**40] * 9))  # cannot be hashed
+    core.sequences.add(after)
     outputs += drain(core)
     assert ends_of(outputs) == {"before": "length", "poison": "error", "after": "length"}
     assert {name: tokens_of(outputs, name) for name in expected} == expected
@@ -81,7 +81,7 @@ def test_failing_hook_fails_the_requests_of_its_step(
     core, _ = make_core(max_num_seqs=1, overlap=overlap)
     core.hooks.append(FailingHook({2}))
     for name in "ab":
-        core.add(make_sequence(name, [1] * 5))
+        core.sequences.add(make_sequence(name, [1] * 5))
     outputs = drain(core)
     assert ends_of(outputs) == {"a": "error", "b": "length"}
     assert "hook on fire" in caplog.text
@@ -94,7 +94,7 @@ def test_failing_hook_fails_what_its_step_reserves(
 ) -> None:
     core, _ = make_core(overlap=overlap)
     core.hooks.append(FailingHook({1}))
-    core.add(make_sequence("remote", [1] * 9, remote_prefill=True))
+    core.sequences.add(make_sequence("remote", [1] * 9, remote_prefill=True))
     assert ends_of(drain(core)) == {"remote": "error"}
     assert_idle(core)
 
@@ -105,7 +105,7 @@ def test_error_in_postprocessing_fails_the_requests_of_its_step(
 ) -> None:
     core, _ = make_core(max_num_seqs=1, overlap=overlap, listener=FailingListener())
     for name in "ab":
-        core.add(make_sequence(name, [1] * 5))
+        core.sequences.add(make_sequence(name, [1] * 5))
     outputs = drain(core)
     assert ends_of(outputs) == {"a": "error", "b": "length"}
     assert "index on fire" in caplog.text
@@ -115,8 +115,8 @@ def test_error_in_postprocessing_fails_the_requests_of_its_step(
 @BOTH
 def test_row_that_fails_in_postprocessing_gets_an_error_and_no_token(overlap: bool) -> None:
     core, _ = make_core(overlap=overlap, listener=FailingListener())
-    core.add(make_sequence("ends", [1], max_tokens=6))  # its answer is the first to be cached
-    core.add(make_sequence("goes on", [0], max_tokens=20))
+    core.sequences.add(make_sequence("ends", [1], max_tokens=6))  # its answer is cached first
+    core.sequences.add(make_sequence("goes on", [0], max_tokens=20))
     for _ in range(20):
         outputs, _worked = core.step()
         if outputs.others and outputs.others[-1].finish_reason == "error":
@@ -131,7 +131,7 @@ def test_row_that_fails_in_postprocessing_gets_an_error_and_no_token(overlap: bo
 def test_error_in_preemption_fails_what_was_preempted(overlap: bool) -> None:
     core, _ = make_core(num_blocks=4, overlap=overlap, listener=FailingListener())
     for name, token in (("a", 0), ("b", 1)):
-        core.add(make_sequence(name, [token], max_tokens=11))
+        core.sequences.add(make_sequence(name, [token], max_tokens=11))
     assert ends_of(drain(core)) == {"a": "error", "b": "error"}
     assert_idle(core)
 
@@ -142,6 +142,6 @@ def test_loop_ends_if_the_accounting_is_wrong_after_an_error(
     core, _ = make_core()
     core.hooks.append(FailingHook({1}))
     core.scheduler.pool.allocate(1)  # a block that nobody accounts for
-    core.add(make_sequence("a", [1] * 5))
+    core.sequences.add(make_sequence("a", [1] * 5))
     with pytest.raises(IntegrityError, match="references"):
         core.step()

@@ -48,9 +48,9 @@ def test_first_token_of_another_worker_may_be_the_last(
     core, _ = make_core()
     sequence = reserve(core, length, max_tokens, stop)
     if arrived:
-        core.activate(sequence, 3)
+        core.sequences.activate(sequence, 3)
     else:
-        core.recompute_locally(sequence, 3)
+        core.sequences.recompute_locally(sequence, 3)
     assert core.has_work
     assert drain(core) == [StepOutput("remote", [], reason)]
     assert_idle(core)
@@ -62,7 +62,7 @@ def test_activated_sequence_runs_on_from_its_first_token(overlap: bool) -> None:
     sequence = reserve(core)
     expected = generate(sequence, LIMIT)
     device.write_prompt(sequence)
-    core.activate(sequence, expected[0])
+    core.sequences.activate(sequence, expected[0])
     outputs = drain(core)
     assert tokens_of(outputs, "remote") == expected[1:]
     assert all(o.cached_tokens is None for o in outputs)
@@ -75,9 +75,9 @@ def test_blocks_that_arrived_are_found_by_the_next_request() -> None:
     core, device = make_core()
     sequence = reserve(core)
     device.write_prompt(sequence)
-    core.activate(sequence, generate(sequence, LIMIT)[0])
+    core.sequences.activate(sequence, generate(sequence, LIMIT)[0])
     second = make_sequence("second", [1] * 9)
-    core.add(second)
+    core.sequences.add(second)
     drain(core)
     assert second.num_cached_tokens == 8
 
@@ -90,7 +90,7 @@ def test_fallen_back_sequence_delivers_what_was_not_delivered(
     core, _ = make_core(overlap=overlap)
     sequence = reserve(core)
     expected = generate(sequence, LIMIT)
-    core.recompute_locally(sequence, expected[0] if knows_first else None)
+    core.sequences.recompute_locally(sequence, expected[0] if knows_first else None)
     outputs = drain(core)
     assert tokens_of(outputs, "remote") == expected[int(knows_first) :]
     assert [o.cached_tokens for o in outputs] == [0] + [None] * (len(outputs) - 1)
@@ -100,10 +100,10 @@ def test_fallen_back_sequence_delivers_what_was_not_delivered(
 def test_fallen_back_sequence_is_next_in_line() -> None:
     core, _ = make_core(num_blocks=16, max_num_seqs=1)
     sequence = reserve(core)
-    core.add(make_sequence("queues", [0] * 3))
-    core.recompute_locally(sequence, None)
+    core.sequences.add(make_sequence("queues", [0] * 3))
+    core.sequences.recompute_locally(sequence, None)
     core.step()
-    assert core.scheduler.running == [sequence]
+    assert core.scheduler.table.running == [sequence]
     drain(core)
 
 
@@ -120,11 +120,11 @@ class Clock:
 
 @BOTH
 def test_first_output_alone_has_cache_and_times(overlap: bool) -> None:
-    core, _ = make_core(max_num_batched_tokens=4, overlap=overlap)
-    clock = core.clock = Clock()
-    core.add(make_sequence("warms", [1] * 9))
+    clock = Clock()
+    core, _ = make_core(max_num_batched_tokens=4, overlap=overlap, clock=clock)
+    core.sequences.add(make_sequence("warms", [1] * 9))
     drain(core)
-    core.add(make_sequence("a", [1] * 15))
+    core.sequences.add(make_sequence("a", [1] * 15))
     clock.now = 102.0  # waited for 2 s
     core.step()
     clock.now = 107.0
@@ -138,8 +138,8 @@ def test_tokens_of_which_there_is_no_more_to_say_are_in_columns(overlap: bool) -
     core, _ = make_core(overlap=overlap)
     long, short = make_sequence("long", [1] * 5, max_tokens=8), make_sequence("short", [0] * 3)
     expected = {s.request_id: generate(s, LIMIT) for s in (long, short)}
-    core.add(long)
-    core.add(short)
+    core.sequences.add(long)
+    core.sequences.add(short)
     columns: dict[str, list[int]] = {"long": [], "short": []}
     others: dict[str, list[int]] = {"long": [], "short": []}
     while core.has_work:
@@ -155,8 +155,8 @@ def test_tokens_of_which_there_is_no_more_to_say_are_in_columns(overlap: bool) -
 
 def test_outputs_that_were_handed_out_do_not_change() -> None:
     core, _ = make_core(overlap=True)
-    core.add(make_sequence("a", [1] * 5, max_tokens=20))
-    core.add(make_sequence("b", [0] * 5, max_tokens=9))
+    core.sequences.add(make_sequence("a", [1] * 5, max_tokens=20))
+    core.sequences.add(make_sequence("b", [0] * 5, max_tokens=9))
     kept = []
     while core.has_work:
         outputs, _ = core.step()
@@ -168,7 +168,7 @@ def test_replayed_sequence_delivers_only_what_is_new() -> None:
     core, _ = make_core()
     plain = make_sequence("a", [1] * 5, max_tokens=6)
     tokens = generate(plain, LIMIT)
-    core.add(make_sequence("a", [1] * 5, replayed=tokens[:4], max_tokens=6))
+    core.sequences.add(make_sequence("a", [1] * 5, replayed=tokens[:4], max_tokens=6))
     outputs = drain(core)
     assert [(o.token_ids, o.cached_tokens) for o in outputs] == [
         ([tokens[4]], 0),
@@ -180,9 +180,9 @@ def test_cached_tokens_are_of_the_prompt_only() -> None:
     core, _ = make_core()
     plain = make_sequence("a", [1] * 5, max_tokens=12)
     tokens = generate(plain, LIMIT)
-    core.add(plain)
+    core.sequences.add(plain)
     drain(core)
-    core.add(make_sequence("b", [1] * 5, replayed=tokens[:10], max_tokens=12))
+    core.sequences.add(make_sequence("b", [1] * 5, replayed=tokens[:10], max_tokens=12))
     outputs = drain(core)
     assert outputs[0].cached_tokens == 5
     assert tokens_of(outputs, "b") == tokens[10:]
@@ -191,9 +191,9 @@ def test_cached_tokens_are_of_the_prompt_only() -> None:
 @BOTH
 def test_counters_count_each_token_once(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
-    core.add(make_sequence("a", [1] * 9, max_tokens=5))
+    core.sequences.add(make_sequence("a", [1] * 9, max_tokens=5))
     drain(core)
-    core.add(make_sequence("b", [1] * 9, max_tokens=5))
+    core.sequences.add(make_sequence("b", [1] * 9, max_tokens=5))
     drain(core)
     stats = core.stats
     assert (stats.prompt_tokens_computed, stats.tokens_generated) == (9 + 1, 10)

@@ -37,7 +37,7 @@ def test_failed_step_fails_its_newest_row_alone(
     sequences = [make_sequence(name, [seed] * 5, seed=seed) for seed, name in enumerate("abc")]
     expected = {each.request_id: generate(each, LIMIT) for each in sequences}
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     outputs = [*core.step()[0], *core.step()[0]]
     device.fail(where, "device on fire")
     outputs += drain(core)
@@ -72,10 +72,10 @@ def test_prompt_that_fails_its_steps_is_found_among_others(
     expected = {each.request_id: generate(each, LIMIT) for each in (*early, *late)}
     core.executor = Poisoned(core.executor, 3)
     for sequence in early:
-        core.add(sequence)
+        core.sequences.add(sequence)
     outputs = [*core.step()[0], *core.step()[0]]
     for sequence in (late[0], make_sequence("poison", [2, 3, 2]), late[1]):
-        core.add(sequence)
+        core.sequences.add(sequence)
     outputs += drain(core)
     assert ends_of(outputs) == {"poison": "error"} | dict.fromkeys(expected, "length")
     assert {name: tokens_of(outputs, name) for name in expected} == expected
@@ -87,11 +87,11 @@ def test_failed_result_spares_those_of_the_step_after_it(
 ) -> None:
     core, device = make_core(overlap=True)
     device.fail("fail_wait", "device on fire")
-    core.add(make_sequence("fails", [0] * 3))
+    core.sequences.add(make_sequence("fails", [0] * 3))
     core.step()
     later = make_sequence("later", [1] * 5)
     expected = generate(later, LIMIT)
-    core.add(later)
+    core.sequences.add(later)
     outputs = drain(core)
     assert ends_of(outputs) == {"fails": "error", "later": "length"}
     assert tokens_of(outputs, "later") == expected
@@ -102,12 +102,12 @@ def test_failed_result_spares_those_of_the_step_after_it(
 def test_late_failure_does_not_hit_a_namesake(caplog: pytest.LogCaptureFixture) -> None:
     core, device = make_core(overlap=True)
     device.fail("fail_wait", "device on fire")
-    core.add(make_sequence("a", [0] * 3))
+    core.sequences.add(make_sequence("a", [0] * 3))
     core.step()
-    core.abort("a")
+    core.sequences.abort("a")
     namesake = make_sequence("a", [1] * 5)
     expected = generate(namesake, LIMIT)
-    core.add(namesake)
+    core.sequences.add(namesake)
     outputs = drain(core)
     assert ends_of(outputs) == {"a": "length"}
     assert tokens_of(outputs, "a") == expected
@@ -122,7 +122,7 @@ def test_device_that_fails_every_step_ends_the_loop(
 ) -> None:
     core, device = make_core(overlap=overlap)
     for number in range(20):
-        core.add(make_sequence(f"r{number}", [1, number % 7]))
+        core.sequences.add(make_sequence(f"r{number}", [1, number % 7]))
     failed: list[str] = []
     with pytest.raises(RuntimeError, match="device lost"):
         while core.has_work:
@@ -140,12 +140,12 @@ def test_step_whose_launch_ends_the_loop_is_blamed_not_the_one_on_the_device(
     core, _ = make_core(overlap=True)
     core.executor = Poisoned(core.executor, 3)
     for number in range(MAX_FAILED_PROMPTS - 1):
-        core.add(make_sequence(f"poison{number}", [3, number]))
+        core.sequences.add(make_sequence(f"poison{number}", [3, number]))
         core.step()
-    core.add(make_sequence("good", [1] * 5))
+    core.sequences.add(make_sequence("good", [1] * 5))
     core.step()
     assert core.awaits_step
-    core.add(make_sequence("last poison", [3, 6]))
+    core.sequences.add(make_sequence("last poison", [3, 6]))
     with pytest.raises(RuntimeError, match="poison") as caught:
         core.step()
     loss = ended(core.steps.current, caught.value)
@@ -158,10 +158,10 @@ def test_prompt_that_is_sent_again_may_fail_more_often_than_different_ones(
 ) -> None:
     core, device = make_core(overlap=False)
     for number in range(MAX_FAILED_STEPS - 1):
-        core.add(make_sequence(f"r{number}", [1, 2]))
+        core.sequences.add(make_sequence(f"r{number}", [1, 2]))
         device.fail("fail_execute", "poison")
         assert ends_of(drain(core)) == {f"r{number}": "error"}
-    core.add(make_sequence("last", [1, 2]))
+    core.sequences.add(make_sequence("last", [1, 2]))
     device.fail("fail_execute", "device lost")
     with pytest.raises(RuntimeError, match="device lost"):
         drain(core)
@@ -173,9 +173,9 @@ def test_failures_with_good_steps_between_them_do_not_end_the_loop(
 ) -> None:
     core, device = make_core(overlap=overlap)
     for number in range(2 * MAX_FAILED_STEPS):
-        core.add(make_sequence(f"good{number}", [1]))
+        core.sequences.add(make_sequence(f"good{number}", [1]))
         assert ends_of(drain(core)) == {f"good{number}": "length"}
-        core.add(make_sequence(f"bad{number}", [1]))
+        core.sequences.add(make_sequence(f"bad{number}", [1]))
         device.fail("fail_execute", "out of memory")
         assert ends_of(drain(core)) == {f"bad{number}": "error"}
     assert_idle(core)
@@ -203,18 +203,18 @@ def test_failed_launch_spares_those_that_it_did_not_prepare(
     core, _ = make_core(num_blocks=4, max_num_seqs=3, caching=False)
     parent, child, other = (make_sequence(f"s{seed}", [1] * 6, seed=seed) for seed in range(3))
     expected = generate(other, LIMIT)
-    core.add(make_sequence("gone", [0] * 2))
-    core.add(parent, (child, other))
+    core.sequences.add(make_sequence("gone", [0] * 2))
+    core.sequences.add(parent, (child, other))
     core.step()
-    core.abort("gone")
-    assert core.scheduler.running == [parent, child]
+    core.sequences.abort("gone")
+    assert core.scheduler.table.running == [parent, child]
     core.executor = LosesOne(core.executor, 2, applied)
     outputs = drain(core)
     assert ends_of(outputs) == {"s0": "length", "s1": "error", "s2": "length"}
     assert tokens_of(outputs, "s2") == expected
     assert "out of memory" in caplog.text
     for seed in range(3):  # one in each device slot
-        core.add(make_sequence(f"s{seed}", [0] * 2, seed=seed, max_tokens=2))
+        core.sequences.add(make_sequence(f"s{seed}", [0] * 2, seed=seed, max_tokens=2))
     assert ends_of(drain(core)) == dict.fromkeys(("s0", "s1", "s2"), "length")
     assert_idle(core)
 
@@ -229,8 +229,8 @@ def test_failed_launch_spares_one_that_waits_for_a_step_of_its_own(
     suspect = make_sequence("suspect", [2] * 5)
     suspect.strikes = 1
     expected = generate(suspect, LIMIT)
-    core.add(make_sequence("fails", [1] * 5))
-    core.add(suspect)
+    core.sequences.add(make_sequence("fails", [1] * 5))
+    core.sequences.add(suspect)
     core.executor = LosesOne(core.executor, 1, applied)
     outputs = drain(core)
     assert ends_of(outputs) == {"fails": "error", "suspect": "length"}
@@ -244,57 +244,57 @@ def test_failed_launch_spares_one_that_waits_for_a_step_of_its_own(
 def test_name_in_use_is_refused() -> None:
     core, _ = make_core()
     first = make_sequence("a", [1] * 3)
-    core.add(first)
+    core.sequences.add(first)
     with pytest.raises(InvalidRequestError, match="has the id") as caught:
-        core.add(make_sequence("a", [2]))
+        core.sequences.add(make_sequence("a", [2]))
     assert caught.value.param == "request_id"
-    assert core.get("a") is first
+    assert core.sequences.get("a") is first
     assert len(tokens_of(drain(core), "a")) == 4
 
 
 def test_name_of_a_held_prefill_job_is_refused_until_it_is_forgotten() -> None:
     core, _ = make_core()
-    core.add(make_sequence("job", [1] * 9, prefill_only=True))
+    core.sequences.add(make_sequence("job", [1] * 9, prefill_only=True))
     assert ends_of(drain(core)) == {"job": "length"}
     assert core.scheduler.pool.counts().used == 3
     with pytest.raises(InvalidRequestError, match="has the id"):
-        core.add(make_sequence("job", [1]))
-    core.abort("job")
+        core.sequences.add(make_sequence("job", [1]))
+    core.sequences.abort("job")
     assert_idle(core)
-    core.add(make_sequence("job", [1]))
+    core.sequences.add(make_sequence("job", [1]))
 
 
 # Abort
 
 
 def abort_waiting(core: EngineCore) -> None:
-    core.add(make_sequence("a", [1]))
+    core.sequences.add(make_sequence("a", [1]))
 
 
 def abort_running(core: EngineCore) -> None:
-    core.add(make_sequence("a", [1] * 9))
+    core.sequences.add(make_sequence("a", [1] * 9))
     core.step()
 
 
 def abort_in_mid_prompt(core: EngineCore) -> None:
-    core.add(make_sequence("a", [1] * 40))
+    core.sequences.add(make_sequence("a", [1] * 40))
     core.step()
 
 
 def abort_reserved(core: EngineCore) -> None:
-    core.add(make_sequence("a", [1] * 9, remote_prefill=True))
+    core.sequences.add(make_sequence("a", [1] * 9, remote_prefill=True))
     core.step()
 
 
 def abort_fallen_back(core: EngineCore) -> None:
     abort_reserved(core)
-    sequence = core.get("a")
+    sequence = core.sequences.get("a")
     assert sequence is not None
-    core.recompute_locally(sequence, 3)
+    core.sequences.recompute_locally(sequence, 3)
 
 
 def abort_held(core: EngineCore) -> None:
-    core.add(make_sequence("a", [1] * 9, prefill_only=True))
+    core.sequences.add(make_sequence("a", [1] * 9, prefill_only=True))
     drain(core)
 
 
@@ -315,9 +315,9 @@ def test_abort_frees_everything_and_says_nothing(
 ) -> None:
     core, _ = make_core(overlap=overlap)
     bring(core)
-    core.abort("a")
-    assert core.get("a") is None
+    core.sequences.abort("a")
+    assert core.sequences.get("a") is None
     assert core.scheduler.pool.counts().used == 0
     assert drain(core) == []
     assert_idle(core)
-    core.abort("a")
+    core.sequences.abort("a")

@@ -73,8 +73,8 @@ def constrained(sequence: Sequence) -> Sequence:
 
 
 def make_late(seed: int, *, overlap: bool, num_blocks: int = 16) -> tuple[EngineCore, LateMasks]:
-    core, _device = make_core(overlap=overlap, num_blocks=num_blocks)
-    core.constraints = masks = LateMasks(choose=random.Random(seed))
+    masks = LateMasks(choose=random.Random(seed))
+    core, _device = make_core(overlap=overlap, num_blocks=num_blocks, constraints=masks)
     return core, masks
 
 
@@ -98,12 +98,12 @@ def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, ove
     child = constrained(make_sequence("child", list(sequences[1].token_ids), seed=99))
     expected = {each.request_id: generate(each, LIMIT) for each in (*sequences, child)}
     for sequence in sequences:
-        core.add(sequence, (child,) if sequence is sequences[1] else ())
+        core.sequences.add(sequence, (child,) if sequence is sequences[1] else ())
     drain(core)
     for sequence in (*sequences, child):
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
         assert answer == expected[sequence.request_id], sequence.request_id
-    core.scheduler.forget("s5")
+    core.scheduler.table.forget("s5")
     assert core.stats.rows_held > 10
     assert core.stats.tokens_generated == sum(map(len, expected.values()))
     assert_idle(core)
@@ -119,7 +119,7 @@ def test_row_that_cannot_go_on_fails_alone(overlap: bool, has_time: bool) -> Non
     expected = [generate(each, LIMIT) for each in good]
     bad = constrained(make_sequence("bad", [3] * 4, max_tokens=40, seed=1))
     for each in (good[0], constrained(good[1]), bad):
-        core.add(each)
+        core.sequences.add(each)
     outputs = []
     while core.has_work:
         outputs += core.step(wait=False)[0].others
@@ -136,11 +136,11 @@ def test_aborted_while_its_step_runs(seed: int, overlap: bool) -> None:
     core, _masks = make_late(seed, overlap=overlap)
     kept = constrained(make_sequence("kept", [1] * 7, max_tokens=20))
     expected = generate(kept, LIMIT)
-    core.add(kept)
-    core.add(constrained(make_sequence("gone", [2] * 7, max_tokens=40, seed=2)))
+    core.sequences.add(kept)
+    core.sequences.add(constrained(make_sequence("gone", [2] * 7, max_tokens=40, seed=2)))
     for _ in range(5 + seed):
         core.step(wait=False)
-    core.abort("gone")
+    core.sequences.abort("gone")
     drain(core)
     assert kept.token_ids[kept.num_prompt_tokens :] == expected
     assert_idle(core)
@@ -158,7 +158,7 @@ def test_same_tokens_after_a_result_that_fails(
     ]
     expected = {each.request_id: generate(each, LIMIT) for each in sequences}
     for index, sequence in enumerate(sequences):
-        core.add(constrained(sequence) if index % 2 == seed % 2 else sequence)
+        core.sequences.add(constrained(sequence) if index % 2 == seed % 2 else sequence)
     outputs = []
     for _ in range(4 + seed):
         outputs += core.step(wait=False)[0]
@@ -182,18 +182,18 @@ def test_wait_for_a_row_that_is_aborted_does_not_shorten_the_next_one(overlap: b
         gate.wait()
         return load_vocabulary(demo_model_path(), 2048, (1, 5))
 
-    core, _device = make_core(overlap=overlap)
-    core.constraints = Constraints(MaskFiller(load, 2048), clock=lambda: now[0])
+    constraints = Constraints(MaskFiller(load, 2048), clock=lambda: now[0])
+    core, _device = make_core(overlap=overlap, constraints=constraints)
     for name in ("gone", "next"):
         sequence = make_sequence(name, [1] * 5, max_tokens=1)
         grammar = regex_grammar(r"(.|\n)*")  # the end, too, is always allowed
         sequence.spec = msgspec.structs.replace(sequence.spec, grammar=grammar)
-        core.add(sequence)
+        core.sequences.add(sequence)
         if name == "gone":
             for _ in range(4):
                 core.step(wait=False)
             assert core.has_work and not core.stats.tokens_generated
-            core.abort(name)
+            core.sequences.abort(name)
             core.step(wait=False)
             now[0] = 1.0
             gate.set()
@@ -210,12 +210,12 @@ def test_masks_that_do_not_come_in_time_are_no_fault_of_a_good_grammar(overlap: 
         gate.wait()
         return load_vocabulary(demo_model_path(), 2048, (1, 5))
 
-    core, _device = make_core(overlap=overlap)
     filler = MaskFiller(load, 2048, lambda: now[0])
-    core.constraints = Constraints(filler, clock=lambda: now[0])
+    constraints = Constraints(filler, clock=lambda: now[0])
+    core, _device = make_core(overlap=overlap, constraints=constraints)
     sequence = make_sequence("good", [1] * 5, max_tokens=1)
     sequence.spec = msgspec.structs.replace(sequence.spec, grammar=regex_grammar("a"))
-    core.add(sequence)
+    core.sequences.add(sequence)
     outputs = []
     while core.has_work:
         outputs += core.step(wait=False)[0].others

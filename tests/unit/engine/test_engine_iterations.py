@@ -52,7 +52,7 @@ def test_hooks_see_a_plan_before_it_is_launched_and_outputs_do_not_wait_for_them
     core, device = make_core(overlap=overlap)
     hook = Hook(device, core)
     core.hooks.append(hook)
-    core.add(make_sequence("a", [1] * 3))
+    core.sequences.add(make_sequence("a", [1] * 3))
     for number in (1, 2, 3):
         outputs, _ = core.advance(wait=True)
         assert hook.announced == [(n, n - 1) for n in range(1, number + 1)]
@@ -79,7 +79,7 @@ def test_hooks_run_without_a_step_and_keep_the_loop_polling() -> None:
 def iterate(core: EngineCore) -> bool:
     """An iteration as the engine's thread makes it."""
     _outputs, worked = core.step(wait=False)
-    core.scheduler.check_integrity()
+    core.scheduler.table.check_integrity()
     return worked
 
 
@@ -92,7 +92,7 @@ def test_iterations_go_on_while_the_device_runs_but_launch_no_more_steps(
     core.hooks.append(hook)
     sequence = make_sequence("a", [1] * 5)
     expected = generate(sequence, LIMIT)
-    core.add(sequence)
+    core.sequences.add(sequence)
     device.has_run = False
     worked = [iterate(core) for _ in range(6)]
     assert worked == [True] * depth + [False] * (6 - depth)
@@ -112,7 +112,7 @@ def test_an_iteration_is_due_when_the_device_has_done_what_is_waited_for(overlap
     hook = Hook(device, core)
     core.hooks.append(hook)
     assert not core.poll()
-    core.add(make_sequence("a", [1] * 5))
+    core.sequences.add(make_sequence("a", [1] * 5))
     device.has_run = False
     iterate(core)
     assert not core.poll()
@@ -128,7 +128,7 @@ def test_chunks_that_sample_nothing_do_not_run_ahead_of_the_device(
     overlap: bool, depth: int
 ) -> None:
     core, device = make_core(max_num_batched_tokens=4, overlap=overlap)
-    core.add(make_sequence("a", [1] * 40))
+    core.sequences.add(make_sequence("a", [1] * 40))
     device.has_run = False
     for _ in range(6):
         iterate(core)
@@ -138,11 +138,11 @@ def test_chunks_that_sample_nothing_do_not_run_ahead_of_the_device(
 @BOTH
 def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
-    core.add(make_sequence("a", [1] * 5))
+    core.sequences.add(make_sequence("a", [1] * 5))
     device.has_run = False
     for _ in range(3):
         iterate(core)
-    core.abort("a")
+    core.sequences.abort("a")
     assert core.scheduler.pool.counts().used == 0
     iterate(core)
     device.has_run = True
@@ -154,11 +154,11 @@ def test_request_that_is_aborted_while_the_device_runs_leaves_nothing(overlap: b
 def test_last_token_after_a_cached_prefix_is_a_decode_row(overlap: bool) -> None:
     core, device = make_core(overlap=overlap)
     prompt = [1] * 9  # two full blocks and one token
-    core.add(make_sequence("first", prompt, max_tokens=1))
+    core.sequences.add(make_sequence("first", prompt, max_tokens=1))
     drain(core)
     computed, rows = core.stats.prompt_tokens_computed, device.num_decode_rows
     second = make_sequence("second", prompt, max_tokens=1)
-    core.add(second)
+    core.sequences.add(second)
     drain(core)
     assert second.num_cached_tokens == 8
     assert device.num_decode_rows == rows + 1

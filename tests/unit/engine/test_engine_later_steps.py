@@ -51,7 +51,7 @@ def test_rows_of_a_later_step_are_computed_again(
     sequences = [make_sequence(name, [seed] * 5, seed=seed) for seed, name in enumerate("abc")]
     expected = {each.request_id: generate(each, LIMIT) for each in sequences}
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     outputs = [*core.step()[0], *core.step()[0]]
     results.break_next(later)
     outputs += drain(core)
@@ -68,11 +68,11 @@ def test_prompt_of_a_later_step_is_not_suspected(
 ) -> None:
     core, _ = make_core(overlap=True)
     Results(core, {}).break_next(later)
-    core.add(make_sequence("fails", [0] * 5))
+    core.sequences.add(make_sequence("fails", [0] * 5))
     core.step()
     sequence = make_sequence("later", [1] * 5)
     expected = generate(sequence, LIMIT)
-    core.add(sequence)
+    core.sequences.add(sequence)
     outputs = drain(core)
     assert ends_of(outputs) == {"fails": "error", "later": "length"}
     assert tokens_of(outputs, "later") == expected
@@ -87,7 +87,7 @@ def test_later_steps_do_not_count_as_failed(caplog: pytest.LogCaptureFixture) ->
     outputs = []
     for prompts in ({"a": [0] * 5}, {"b": [1] * 5}, {}, {"c": [2] * 5}):
         for name, prompt in prompts.items():
-            core.add(make_sequence(name, prompt))
+            core.sequences.add(make_sequence(name, prompt))
         outputs += core.step()[0]
     outputs += drain(core)
     assert ends_of(outputs) == {"a": "error", "b": "error", "c": "length"}
@@ -99,9 +99,9 @@ def test_nobody_is_suspected_while_a_step_runs_whose_result_does_not_count(
 ) -> None:
     core, _ = make_core(overlap=True)
     Results(core, {}).break_next(Wrong)
-    core.add(make_sequence("fails", [0] * 5))
+    core.sequences.add(make_sequence("fails", [0] * 5))
     core.step()
-    core.add(make_sequence("later", [1] * 5))
+    core.sequences.add(make_sequence("later", [1] * 5))
     core.step()
     step = core.steps.current
     assert step is not None and step.suspects == []
@@ -117,13 +117,13 @@ def test_job_whose_blocks_may_have_been_sent_fails(
     """One that has less than a block is computed again."""
     core, _ = make_core(overlap=True, max_num_batched_tokens=8)
     Results(core, {}).break_next(later)
-    core.add(make_sequence("fails", [0] * 5))
+    core.sequences.add(make_sequence("fails", [0] * 5))
     core.step()
-    core.add(make_sequence("sent", [1] * 5, prefill_only=True))
-    core.add(make_sequence("unsent", [2] * 9, prefill_only=True))
+    core.sequences.add(make_sequence("sent", [1] * 5, prefill_only=True))
+    core.sequences.add(make_sequence("unsent", [2] * 9, prefill_only=True))
     outputs = [*core.step()[0], *drain(core)]
     assert ends_of(outputs) == {"fails": "error", "sent": "error", "unsent": "length"}
-    core.scheduler.forget("unsent")
+    core.scheduler.table.forget("unsent")
     assert_idle(core)
 
 
@@ -135,14 +135,15 @@ def test_job_that_has_lost_its_blocks_fails_if_they_may_have_been_sent(
     results = Results(core, {})
     old = make_sequence("old", [1] * 7)
     expected = generate(old, LIMIT)
-    core.add(old)
+    core.sequences.add(old)
     outputs = [*core.step()[0]]
-    core.add(make_sequence("job", [2] * 5, prefill_only=True))
+    core.sequences.add(make_sequence("job", [2] * 5, prefill_only=True))
     results.break_next(Wrong)
     outputs += core.step()[0]
-    assert core.scheduler.num_preemptions == 0
+    assert core.scheduler.table.num_preemptions == 0
     outputs += core.step()[0]
-    assert core.scheduler.num_preemptions == 2  # the job, and then the row whose step has failed
+    # The job, and then the row whose step has failed.
+    assert core.scheduler.table.num_preemptions == 2
     outputs += drain(core)
     assert ends_of(outputs) == {"old": "length", "job": "error"}
     assert tokens_of(outputs, "old") == expected
@@ -155,13 +156,13 @@ def test_sequence_that_waits_for_another_workers_kv_goes_on_waiting(
     """Nothing of it is computed in the step that reserves its blocks."""
     core, device = make_core(overlap=True)
     Results(core, {1: Failing, 2: Wrong})
-    core.add(make_sequence("fails", [0] * 5))
+    core.sequences.add(make_sequence("fails", [0] * 5))
     remote = reserve(core)
     expected = generate(remote, LIMIT)
     outputs = [*core.step()[0], *core.step()[0]]
     assert remote.status is RequestStatus.RESERVED
     device.write_prompt(remote)
-    core.activate(remote, expected[0])
+    core.sequences.activate(remote, expected[0])
     outputs += drain(core)
     assert ends_of(outputs) == {"fails": "error", "remote": "length"}
     assert tokens_of(outputs, "remote") == expected[1:]
@@ -174,11 +175,11 @@ def test_children_fork_from_a_parent_that_is_computed_again(
 ) -> None:
     core, _ = make_core(overlap=True, caching=False)
     results = Results(core, {})
-    core.add(make_sequence("row", [3] * 2, seed=9))
+    core.sequences.add(make_sequence("row", [3] * 2, seed=9))
     outputs = [*core.step()[0]]
     family = [make_sequence(f"s{seed}", [1] * 6, seed=seed) for seed in range(3)]
     wanted = {each.request_id: generate(each, LIMIT) for each in family}
-    core.add(family[0], tuple(family[1:]))
+    core.sequences.add(family[0], tuple(family[1:]))
     outputs += core.step()[0]
     results.break_next(later)  # the children's first step, and the one after it
     outputs += drain(core)
@@ -199,11 +200,11 @@ def test_rows_that_end_meanwhile_stay_ended(ended: str, caplog: pytest.LogCaptur
     }
     expected = generate(sequences["other"], LIMIT)
     for sequence in sequences.values():
-        core.add(sequence)
+        core.sequences.add(sequence)
     outputs = [*core.step()[0], *core.step()[0]]
     results.break_next(Wrong)
     outputs += core.step()[0]
-    core.abort(ended)
+    core.sequences.abort(ended)
     outputs += drain(core)
     assert ends_of(outputs).get("newest") == ("error" if ended == "row" else None)
     assert tokens_of(outputs, "other") == expected
@@ -215,17 +216,16 @@ def test_rows_that_end_meanwhile_stay_ended(ended: str, caplog: pytest.LogCaptur
 def test_later_step_that_waits_for_masks_is_drained(
     is_supplied: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, _ = make_core(overlap=True)
-    core.constraints = AllAllowed()
+    core, _ = make_core(overlap=True, constraints=AllAllowed())
     results = Results(core, {1: Failing, 2: Wrong})
     if not is_supplied:
         results.unsupplied = {2}
-    core.add(make_sequence("fails", [0] * 5))
+    core.sequences.add(make_sequence("fails", [0] * 5))
     core.step()
     later = make_sequence("later", [1] * 5)
     expected = generate(later, LIMIT)
     later.spec = msgspec.structs.replace(later.spec, grammar="any")
-    core.add(later)
+    core.sequences.add(later)
     outputs = drain(core)
     assert ends_of(outputs) == {"fails": "error", "later": "length"}
     assert tokens_of(outputs, "later") == expected

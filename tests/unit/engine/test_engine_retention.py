@@ -18,7 +18,7 @@ FIRST = [1] * 16  # a pool has 16 blocks of 4 tokens
 def run(core: EngineCore, name: str, prompt: list[int], retain_s: RetainSeconds = 0) -> int:
     """Run a request to its end; return how many tokens of its prompt were cached."""
     sequence = make_sequence(name, prompt, max_tokens=8, owner="key", retain_s=retain_s)
-    core.add(sequence)
+    core.sequences.add(sequence)
     outputs = drain(core)
     assert_idle(core)
     return next(each.cached_tokens for each in outputs if each.cached_tokens is not None)
@@ -37,9 +37,8 @@ def next_turn(core: EngineCore) -> list[int]:
 def test_other_requests_do_not_evict_a_session_that_pauses(
     retain_s: RetainSeconds, pause_s: float, cached: int
 ) -> None:
-    core, _ = make_core(max_retained=8)
     now_s = 10.0
-    core.clock = lambda: now_s
+    core, _ = make_core(max_retained=8, clock=lambda: now_s)
     run(core, "turn 1", FIRST, retain_s)
     now_s += pause_s
     for number in range(4):
@@ -59,18 +58,18 @@ def test_a_session_that_pauses_gives_way_to_a_request_that_needs_all_blocks() ->
 def test_a_prefill_job_retains_its_prompt_until_it_has_been_sent_and_after() -> None:
     core, _ = make_core(max_retained=16)
     job = make_sequence("job", FIRST, prefill_only=True, retain_s=300)
-    core.add(job)
+    core.sequences.add(job)
     drain(core)
-    core.scheduler.forget("job")
+    core.scheduler.table.forget("job")
     assert core.scheduler.pool.counts().cached == core.scheduler.pool.num_retained == 4
 
 
 def test_nothing_is_retained_of_a_request_that_was_preempted_or_failed() -> None:
     core, _ = make_core(max_retained=16)
     sequence = make_sequence("failed", FIRST, max_tokens=8, retain_s=300)
-    core.add(sequence)
+    core.sequences.add(sequence)
     core.step()
-    core.scheduler.preempt(sequence)
+    core.scheduler.table.preempt(sequence)
     assert core.scheduler.pool.num_retained == 0
-    core.scheduler.finish(sequence, RequestStatus.FINISHED_ERROR)
+    core.scheduler.table.finish(sequence, RequestStatus.FINISHED_ERROR)
     assert core.scheduler.pool.num_retained == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pagewire.shared.base.errors import ConfigError, InvalidRequestError, OverloadedError
-from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
@@ -15,7 +14,7 @@ from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.tests.support.fake_device import FakeDevice
-from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
+from pagewire.tests.support.fake_engine import FixedCosts, generate, make_core, make_sequence
 from pagewire.tests.support.kv_layouts import kv_layout, model_identity
 
 pytestmark = pytest.mark.usefixtures("each_executor")
@@ -26,7 +25,7 @@ def drain(core: EngineCore, iterations: int = 400) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for _ in range(iterations):
         outputs, worked = core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
         for output in outputs:
             tokens.setdefault(output.request_id, []).extend(output.token_ids)
         if not worked and not core.has_work:
@@ -37,17 +36,17 @@ def drain(core: EngineCore, iterations: int = 400) -> dict[str, list[int]]:
 def step(core: EngineCore, times: int = 1) -> None:
     for _ in range(times):
         core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
 
 
 def running(core: EngineCore) -> list[str]:
-    return [sequence.request_id for sequence in core.scheduler.running]
+    return [sequence.request_id for sequence in core.scheduler.table.running]
 
 
 def fill_reservation(device: FakeDevice, core: EngineCore, sequence: Sequence) -> None:
     """Let a reserved sequence's KV and first token arrive."""
     device.write_prompt(sequence)
-    core.activate(sequence, generate(sequence, core.scheduler.limits.max_model_len)[0])
+    core.sequences.activate(sequence, generate(sequence, core.scheduler.limits.max_model_len)[0])
 
 
 BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
@@ -57,18 +56,18 @@ BOTH = pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap
 def test_prompt_that_can_never_run_is_refused(length: int) -> None:
     core, _ = make_core(num_blocks=8, block_size=4)
     with pytest.raises(InvalidRequestError, match=f"{length} tokens does not fit") as caught:
-        core.add(make_sequence("a", [1] * length))
+        core.sequences.add(make_sequence("a", [1] * length))
     assert caught.value.param == "prompt"
-    assert not core.has_work and core.get("a") is None
+    assert not core.has_work and core.sequences.get("a") is None
 
 
 def test_full_queue_is_overload() -> None:
     core, _ = make_core(max_waiting=2)
     for name in "ab":
-        core.add(make_sequence(name, [1]))
+        core.sequences.add(make_sequence(name, [1]))
     with pytest.raises(OverloadedError):
-        core.add(make_sequence("c", [1]))
-    assert core.get("c") is None
+        core.sequences.add(make_sequence("c", [1]))
+    assert core.sequences.get("c") is None
     assert set(drain(core)) == {"a", "b"}
 
 
@@ -92,7 +91,7 @@ def test_sequence_that_outgrows_everything_ends_by_length(
     )
     sequence = make_sequence("a", [1] * 5, max_tokens=1000)
     expected = generate(sequence, max_model_len)
-    core.add(sequence)
+    core.sequences.add(sequence)
     assert drain(core)["a"] == expected
     assert len(sequence.token_ids) == max_model_len
     assert sequence.status is RequestStatus.FINISHED_LENGTH
@@ -103,29 +102,29 @@ def test_sequence_that_outgrows_everything_ends_by_length(
 def test_watermark_never_keeps_a_lone_sequence_out(overlap: bool) -> None:
     core, _ = make_core(num_blocks=8, block_size=4, watermark_blocks=8, overlap=overlap)
     for name in "abc":
-        core.add(make_sequence(name, [1] * 31, max_tokens=5))
+        core.sequences.add(make_sequence(name, [1] * 31, max_tokens=5))
     assert {name: len(tokens) for name, tokens in drain(core).items()} == dict.fromkeys("abc", 1)
 
 
 def test_watermark_holds_blocks_back_for_those_running() -> None:
     core, _ = make_core(num_blocks=8, watermark_blocks=2, max_num_batched_tokens=64)
-    core.add(make_sequence("a", [1] * 16))
-    core.add(make_sequence("b", [0] * 12))
-    core.add(make_sequence("c", [0] * 4))  # would fit, but does not overtake
+    core.sequences.add(make_sequence("a", [1] * 16))
+    core.sequences.add(make_sequence("b", [0] * 12))
+    core.sequences.add(make_sequence("c", [0] * 4))  # would fit, but does not overtake
     step(core)
     assert running(core) == ["a"]
     drain(core)
-    core.add(make_sequence("a", [1] * 16))
-    core.add(make_sequence("b", [0] * 8))
+    core.sequences.add(make_sequence("a", [1] * 16))
+    core.sequences.add(make_sequence("b", [0] * 8))
     step(core)
     assert running(core) == ["a", "b"]
 
 
 def test_decode_rows_come_before_chunks_and_chunks_take_what_is_left() -> None:
     core, device = make_core(num_blocks=32, max_num_batched_tokens=8)
-    core.add(make_sequence("talks", [1] * 3, max_tokens=20))
+    core.sequences.add(make_sequence("talks", [1] * 3, max_tokens=20))
     step(core)
-    core.add(make_sequence("long", [0] * 20))
+    core.sequences.add(make_sequence("long", [0] * 20))
     step(core, 3)
     assert device.batches == [(3, 1), (8, 2), (8, 2), (7, 2)]
 
@@ -134,7 +133,7 @@ def test_decode_rows_come_before_chunks_and_chunks_take_what_is_left() -> None:
 @BOTH
 def test_blocks_are_taken_only_when_a_token_needs_them(overlap: bool, max_tokens: int) -> None:
     core, device = make_core(overlap=overlap)
-    core.add(make_sequence("a", [1] * 8, max_tokens=max_tokens))
+    core.sequences.add(make_sequence("a", [1] * 8, max_tokens=max_tokens))
     drain(core)
     assert device.longest_table == 2 + (max_tokens > 1)
 
@@ -147,7 +146,7 @@ def test_stop_token_is_seen_late_and_the_token_too_many_dropped(overlap: bool) -
     stop = tokens[5]
     until = tokens[: tokens.index(stop) + 1]
     sequence = make_sequence("a", [1, 2, 3], max_tokens=40, stop=frozenset({stop}))
-    core.add(sequence)
+    core.sequences.add(sequence)
     assert drain(core)["a"] == until
     assert sequence.token_ids == [1, 2, 3, *until]
     assert sequence.status is RequestStatus.FINISHED_STOPPED
@@ -158,8 +157,8 @@ def test_preempted_sequence_keeps_the_token_in_flight() -> None:
     core, _ = make_core(num_blocks=6, block_size=4, overlap=True, caching=False)
     old, young = make_sequence("old", [1] * 7, max_tokens=14), make_sequence("young", [0] * 11)
     expected = generate(old, 24), generate(young, 24)
-    core.add(old)
-    core.add(young)
+    core.sequences.add(old)
+    core.sequences.add(young)
     while young.status is not RequestStatus.PREEMPTED:
         in_flight, known = young.num_in_flight_tokens, list(young.token_ids)
         outputs, _ = core.step()
@@ -173,14 +172,14 @@ def test_preempted_sequence_keeps_the_token_in_flight() -> None:
 
 def test_preempted_sequences_come_back_oldest_first() -> None:
     core, _ = make_core(num_blocks=7, block_size=1, caching=False)
-    core.add(make_sequence("a", [1] * 3))
-    core.add(make_sequence("b", [1] * 2))
-    core.add(make_sequence("c", [1] * 2))
-    core.add(make_sequence("d", [1]))
+    core.sequences.add(make_sequence("a", [1] * 3))
+    core.sequences.add(make_sequence("b", [1] * 2))
+    core.sequences.add(make_sequence("c", [1] * 2))
+    core.sequences.add(make_sequence("d", [1]))
     step(core, 3)
     assert running(core) == ["a"]
-    assert [sequence.request_id for sequence in core.scheduler.waiting] == ["b", "c", "d"]
-    assert core.scheduler.num_preemptions == 2
+    assert [sequence.request_id for sequence in core.scheduler.table.waiting] == ["b", "c", "d"]
+    assert core.scheduler.table.num_preemptions == 2
     assert set(drain(core)) == set("abcd")
 
 
@@ -190,13 +189,13 @@ def test_activated_sequence_can_be_preempted_and_is_computed_here(overlap: bool)
     local = make_sequence("local", [1] * 7, max_tokens=14)
     remote = make_sequence("remote", [0] * 11, max_tokens=5, remote_prefill=True)
     expected = generate(local, 24), generate(remote, 24)
-    core.add(local)
-    core.add(remote)
+    core.sequences.add(local)
+    core.sequences.add(remote)
     step(core)
     assert remote.status is RequestStatus.RESERVED
     fill_reservation(device, core, remote)
     drain(core)
-    assert core.scheduler.num_preemptions >= 1
+    assert core.scheduler.table.num_preemptions >= 1
     assert (local.token_ids[7:], remote.token_ids[11:]) == expected
 
 
@@ -206,8 +205,8 @@ def test_reservations_that_hold_everything_only_delay_those_running(overlap: boo
     local = make_sequence("local", [1] * 4, max_tokens=12)
     remote = make_sequence("remote", [0] * 19, max_tokens=2, remote_prefill=True)
     expected = generate(local, 24)
-    core.add(local)
-    core.add(remote)
+    core.sequences.add(local)
+    core.sequences.add(remote)
     step(core, 10)
     assert local.status is RequestStatus.PREEMPTED
     fill_reservation(device, core, remote)
@@ -217,16 +216,16 @@ def test_reservations_that_hold_everything_only_delay_those_running(overlap: boo
 
 def test_prefill_job_preempted_after_its_step_does_not_end_without_blocks() -> None:
     core, device = make_core(num_blocks=6, block_size=4, overlap=True, caching=False)
-    core.add(make_sequence("talks", [1] * 7, max_tokens=4))
+    core.sequences.add(make_sequence("talks", [1] * 7, max_tokens=4))
     step(core)
     job = make_sequence("job", [0] * 15, prefill_only=True)
-    core.add(job)
+    core.sequences.add(job)
     drain(core)
-    assert core.scheduler.num_preemptions == 1
+    assert core.scheduler.table.num_preemptions == 1
     assert job.status is RequestStatus.FINISHED_LENGTH
     assert device.content(job) == job.token_ids[:15]
     assert core.scheduler.pool.counts().used == 4
-    core.abort("job")
+    core.sequences.abort("job")
     assert core.scheduler.pool.counts().used == 0
 
 
@@ -236,10 +235,10 @@ def test_slot_and_blocks_of_an_aborted_sequence_go_to_the_next(overlap: bool) ->
     first = make_sequence("a", [1] * 8, max_tokens=4)
     second = make_sequence("b", [0] * 8, max_tokens=4)
     expected = generate(second, 12)
-    core.add(first)
-    core.add(second)
+    core.sequences.add(first)
+    core.sequences.add(second)
     step(core, 2)
-    core.abort("a")
+    core.sequences.abort("a")
     assert drain(core) == {"b": expected}
     assert first.num_in_flight_tokens == 0
 
@@ -251,10 +250,10 @@ def test_all_of_a_known_prompt_is_cached_but_its_last_token(
 ) -> None:
     core, device = make_core(overlap=overlap)
     first, second = (make_sequence(name, [1] * length) for name in "ab")
-    core.add(first)
+    core.sequences.add(first)
     drain(core)
     num_before = len(device.batches)
-    core.add(second)
+    core.sequences.add(second)
     drain(core)
     assert second.num_cached_tokens == cached
     assert device.batches[num_before] == (length - cached, 1)
@@ -263,10 +262,10 @@ def test_all_of_a_known_prompt_is_cached_but_its_last_token(
 
 def test_blocks_of_a_running_sequence_are_found_as_soon_as_they_are_written() -> None:
     core, _ = make_core(num_blocks=16, block_size=4, max_num_batched_tokens=8)
-    core.add(make_sequence("a", [1] * 20))
+    core.sequences.add(make_sequence("a", [1] * 20))
     step(core)
     shares = make_sequence("b", [1] * 20)
-    core.add(shares)
+    core.sequences.add(shares)
     while shares.num_cached_tokens is None:
         step(core)
     assert shares.num_cached_tokens == 16
@@ -275,16 +274,16 @@ def test_blocks_of_a_running_sequence_are_found_as_soon_as_they_are_written() ->
 
 def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     core, _ = make_core(block_size=4, local_prefill_tokens=4)
-    core.add(make_sequence("a", [1] * 13))
+    core.sequences.add(make_sequence("a", [1] * 13))
     drain(core)
     short = make_sequence("short", [1] * 16, remote_prefill=True)
     long = make_sequence("long", [1] * 17, remote_prefill=True)
-    core.add(short)
-    core.add(long)
+    core.sequences.add(short)
+    core.sequences.add(long)
     step(core)
     assert short.num_cached_tokens == long.num_cached_tokens == 12
     assert running(core) == ["short"]
-    assert list(core.scheduler.reserved) == ["long"]
+    assert list(core.scheduler.table.reserved) == ["long"]
 
 
 @BOTH
@@ -293,7 +292,7 @@ def test_batch_has_no_more_rows_than_a_step_has_tokens(overlap: bool) -> None:
     sequences = [make_sequence(name, [1]) for name in "abcd"]
     expected = [generate(sequence, 64) for sequence in sequences]
     for sequence in sequences:
-        core.add(sequence)
+        core.sequences.add(sequence)
     step(core, 3)
     assert running(core) == ["a", "b"]
     drain(core)
@@ -305,7 +304,7 @@ def test_batch_has_no_more_rows_than_a_step_has_tokens(overlap: bool) -> None:
 def test_rows_get_their_blocks_together(overlap: bool) -> None:
     core, _ = make_core(num_blocks=32, block_size=16, max_model_len=200, overlap=overlap)
     for name, length in zip("abcd", (1, 4, 7, 10), strict=True):
-        core.add(make_sequence(name, [1] * length, max_tokens=100))
+        core.sequences.add(make_sequence(name, [1] * length, max_tokens=100))
     used = []
     for _ in range(60):
         step(core)
@@ -317,26 +316,26 @@ def test_rows_get_their_blocks_together(overlap: bool) -> None:
 
 def test_queued_tokens_are_those_that_nobody_has_prefilled() -> None:
     core, _ = make_core(max_num_seqs=1, max_num_batched_tokens=4)
-    core.add(make_sequence("a", [1] * 10))
-    core.add(make_sequence("b", [1] * 6))
-    assert core.scheduler.num_queued_tokens == 16
+    core.sequences.add(make_sequence("a", [1] * 10))
+    core.sequences.add(make_sequence("b", [1] * 6))
+    assert core.scheduler.meter.num_queued_tokens == 16
     step(core)
-    assert core.scheduler.num_queued_tokens == 12
+    assert core.scheduler.meter.num_queued_tokens == 12
     step(core, 2)
-    assert core.scheduler.num_queued_tokens == 6
+    assert core.scheduler.meter.num_queued_tokens == 6
 
 
 def test_the_queue_in_seconds_is_what_computing_it_takes() -> None:
-    core, _ = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4)
-    core.scheduler.costs = StepCosts(StepPrices(fixed=1.0, per_product=0.01))
-    core.add(make_sequence("a", [1] * 10))
-    core.add(make_sequence("b", [1] * 6))
-    core.add(make_sequence("c", [1] * 30, remote_prefill=True))
-    assert core.scheduler.queued_s == pytest.approx(4 + 0.01 * (55 + 21))
-    assert core.scheduler.num_queued_tokens == 46
+    costs = FixedCosts(StepPrices(fixed=1.0, per_product=0.01))
+    core, _ = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4, costs=costs)
+    core.sequences.add(make_sequence("a", [1] * 10))
+    core.sequences.add(make_sequence("b", [1] * 6))
+    core.sequences.add(make_sequence("c", [1] * 30, remote_prefill=True))
+    assert core.scheduler.meter.queued_s == pytest.approx(4 + 0.01 * (55 + 21))
+    assert core.scheduler.meter.num_queued_tokens == 46
     step(core)
-    assert core.scheduler.queued_s == pytest.approx(3 + 0.01 * (55 - 10 + 21))
-    core.abort("b")
-    assert core.scheduler.queued_s == pytest.approx(2 + 0.01 * (55 - 10))
+    assert core.scheduler.meter.queued_s == pytest.approx(3 + 0.01 * (55 - 10 + 21))
+    core.sequences.abort("b")
+    assert core.scheduler.meter.queued_s == pytest.approx(2 + 0.01 * (55 - 10))
     step(core, 2)
-    assert core.scheduler.queued_s == 0
+    assert core.scheduler.meter.queued_s == 0

@@ -25,7 +25,7 @@ def flood(core: EngineCore, owner: str, count: int, max_tokens: int = 50) -> lis
         for _ in range(count)
     ]
     for sequence in found:
-        core.add(sequence)
+        core.sequences.add(sequence)
     return found
 
 
@@ -34,19 +34,19 @@ def steps_until_ended(core: EngineCore, sequence: Sequence) -> int:
         if sequence.is_finished:
             return number
         core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
     pytest.fail("it does not end")
 
 
 def running(core: EngineCore) -> Counter[str | None]:
     """Return how many sequences of each owner have a device slot."""
-    return Counter(each.spec.owner for each in core.scheduler.running)
+    return Counter(each.spec.owner for each in core.scheduler.table.running)
 
 
 def step(core: EngineCore, times: int) -> None:
     for _ in range(times):
         core.step()
-        core.scheduler.check_integrity()
+        core.scheduler.table.check_integrity()
 
 
 @BOTH
@@ -55,10 +55,10 @@ def test_a_flood_delays_the_answer_of_another_owner_by_a_few_steps(overlap: bool
     of_flood = flood(core, "a", 40)
     step(core, 9)
     chat = make_sequence("chat", [2] * 3, max_tokens=4, owner="b")
-    core.add(chat)
+    core.sequences.add(chat)
     assert steps_until_ended(core, chat) <= 4 + 3
     assert not any(each.is_finished for each in of_flood)
-    assert core.scheduler.num_preemptions == 1
+    assert core.scheduler.table.num_preemptions == 1
     expected = [generate(each, 1024) for each in (*of_flood, chat)]
     for each in of_flood:
         steps_until_ended(core, each)
@@ -73,7 +73,7 @@ def test_two_floods_share_the_slots() -> None:
     flood(core, "b", 30, max_tokens=20)
     step(core, 40)
     assert running(core) == {"a": 3, "b": 3}
-    assert core.scheduler.num_preemptions == 1
+    assert core.scheduler.table.num_preemptions == 1
 
 
 def test_each_owner_that_comes_gets_a_slot_as_long_as_one_has_two() -> None:
@@ -91,16 +91,16 @@ def test_blocks_are_made_free_for_another_owner(overlap: bool) -> None:
     core, _ = make_core(num_blocks=16, block_size=4, max_num_seqs=16, overlap=overlap)
     flood(core, "a", 12, max_tokens=60)
     step(core, 12)
-    preempted = core.scheduler.num_preemptions
+    preempted = core.scheduler.table.num_preemptions
     chat = make_sequence("chat", [2] * 11, max_tokens=4, owner="b")
-    core.add(chat)
+    core.sequences.add(chat)
     expected = generate(chat, 1024)
     for _ in range(12):
         step(core, 1)
         if chat.device_slot is not None:
             break
     assert chat.device_slot is not None
-    assert core.scheduler.num_preemptions > preempted
+    assert core.scheduler.table.num_preemptions > preempted
     steps_until_ended(core, chat)
     assert chat.token_ids[11:] == expected
 
@@ -108,12 +108,12 @@ def test_blocks_are_made_free_for_another_owner(overlap: bool) -> None:
 def test_nobody_gives_way_to_a_prompt_of_more_than_half_of_the_blocks() -> None:
     core, _ = make_core(num_blocks=16, block_size=4, max_num_batched_tokens=64)
     for number in range(3):
-        core.add(make_sequence(f"a{number}", [number] * 13, max_tokens=9, owner="a"))
+        core.sequences.add(make_sequence(f"a{number}", [number] * 13, max_tokens=9, owner="a"))
     step(core, 1)
-    core.add(make_sequence("b", [7] * 36, max_tokens=4, owner="b"))
+    core.sequences.add(make_sequence("b", [7] * 36, max_tokens=4, owner="b"))
     step(core, 2)
     assert running(core) == {"a": 3}
-    assert core.scheduler.num_preemptions == 0
+    assert core.scheduler.table.num_preemptions == 0
 
 
 def test_answers_to_one_prompt_take_turns_too() -> None:
@@ -121,11 +121,11 @@ def test_answers_to_one_prompt_take_turns_too() -> None:
     parent, *children = [
         make_sequence(f"a{n}", [1] * 3, max_tokens=50, seed=n, owner="a") for n in range(9)
     ]
-    core.add(parent, tuple(children))
+    core.sequences.add(parent, tuple(children))
     step(core, 8)
     assert running(core) == {"a": 4}
     chat = make_sequence("chat", [2] * 3, max_tokens=4, owner="b")
-    core.add(chat)
+    core.sequences.add(chat)
     assert steps_until_ended(core, chat) <= 4 + 3
     assert not any(each.is_finished for each in (parent, *children))
 
@@ -147,13 +147,13 @@ def test_what_leaves_early_gives_its_turn_back() -> None:
     of_flood = flood(core, "a", 8)
     step(core, 4)
     chats = flood(core, "b", 3)
-    core.abort(chats[0].request_id)
+    core.sequences.abort(chats[0].request_id)
     for each in of_flood[:2]:
-        core.abort(each.request_id)
+        core.sequences.abort(each.request_id)
     step(core, 2)
     assert running(core) == {"a": 1, "b": 1}
     for each in (*of_flood, *chats):
-        core.abort(each.request_id)
+        core.sequences.abort(each.request_id)
     step(core, 2)
-    assert len(core.scheduler.waiting) == 0
-    assert [core.scheduler.waiting.num_turns(owner) for owner in "ab"] == [0, 0]
+    assert len(core.scheduler.table.waiting) == 0
+    assert [core.scheduler.table.waiting.num_turns(owner) for owner in "ab"] == [0, 0]

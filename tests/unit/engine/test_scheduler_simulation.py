@@ -207,10 +207,10 @@ class Simulation:
             life.got.extend(output.token_ids)
             life.finish_reason = output.finish_reason
             assert len(output.token_ids) <= 1
-        self.core.scheduler.check_integrity()
+        self.core.scheduler.table.check_integrity()
         self.check_slots()
         self.check_totals()
-        for sequence in self.core.scheduler.awaiting_send.values():
+        for sequence in self.core.scheduler.table.awaiting_send.values():
             assert self.device.content(sequence) == sequence.token_ids[:-1]
         self.now += 1
 
@@ -231,7 +231,7 @@ class Simulation:
                 of_child = replace(arrival, abort_after=abort_after)
                 lives.append(self.begin(of_child, self.make_child(sequence, index)))
             try:
-                self.core.add(sequence, tuple(life.sequence for life in lives[1:]))
+                self.core.sequences.add(sequence, tuple(life.sequence for life in lives[1:]))
             except InvalidRequestError:
                 assert not 1 <= len(sequence.token_ids) < limit
             else:
@@ -331,10 +331,10 @@ class Simulation:
             if life.finished_at is None:
                 life.finished_at = self.now
             if self.now - life.finished_at >= min(arrival.delay, 5):
-                self.core.scheduler.forget(sequence.request_id)
+                self.core.scheduler.table.forget(sequence.request_id)
             return
         if arrival.abort_after is not None and self.now - arrival.at >= arrival.abort_after:
-            self.core.abort(sequence.request_id)
+            self.core.sequences.abort(sequence.request_id)
             life.finish_reason = "abort"
             return
         if sequence.status is not RequestStatus.RESERVED or life.reserved_at is None:
@@ -346,27 +346,27 @@ class Simulation:
         sequence, outcome = life.sequence, life.arrival.outcome
         first = life.expected[0]
         if outcome == "is recomputed":
-            self.core.recompute_locally(sequence, None)
+            self.core.sequences.recompute_locally(sequence, None)
             return
         life.got.append(first)  # delivered by the worker that computed it
         if outcome == "arrives":
             self.device.write_prompt(sequence)
-            self.core.activate(sequence, first)
+            self.core.sequences.activate(sequence, first)
         else:
-            self.core.recompute_locally(sequence, first)
+            self.core.sequences.recompute_locally(sequence, first)
 
     def check_slots(self) -> None:
-        scheduler = self.core.scheduler
-        used = [s.device_slot for s in scheduler.holders() if s.device_slot is not None]
+        table = self.core.scheduler.table
+        used = [s.device_slot for s in table.holders() if s.device_slot is not None]
         num_slots = min(self.world.max_num_seqs, self.world.budget)
-        assert sorted([*used, *scheduler._free_device_slots]) == list(range(num_slots))
-        turns = Counter(s.spec.owner for s in scheduler.holders() if s.device_slot is not None)
-        assert {owner: scheduler.waiting.num_turns(owner) for owner in turns} == turns
+        assert sorted([*used, *table.free_slots]) == list(range(num_slots))
+        turns = Counter(s.spec.owner for s in table.holders() if s.device_slot is not None)
+        assert {owner: table.waiting.num_turns(owner) for owner in turns} == turns
 
     def check_totals(self) -> None:
         """Check the sums that the scheduler keeps instead of looking at each sequence."""
-        scheduler = self.core.scheduler
-        waiting, decoding = scheduler.waiting, scheduler._decoding
+        table = self.core.scheduler.table
+        waiting, decoding = table.waiting, table.rows
         local = [sequence for sequence in waiting if not sequence.remote_prefill]
         assert waiting.work.chunks == len(local)
         if not local:
@@ -405,8 +405,8 @@ class Simulation:
         assert self.exported == {}
         scheduler = self.core.scheduler
         assert scheduler.pool.counts().used == 0
-        assert list(scheduler.holders()) == []
-        assert scheduler.unforked == set()
+        assert list(scheduler.table.holders()) == []
+        assert scheduler.table.unforked == set()
         assert not self.core.has_work
 
 

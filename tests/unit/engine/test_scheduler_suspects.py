@@ -18,7 +18,7 @@ def make_scheduler(num_blocks: int = 64) -> Scheduler:
 def add(scheduler: Scheduler, name: str, length: int, strikes: int = 0) -> Sequence:
     sequence = make_sequence(name, [1] * length, max_tokens=40)
     sequence.strikes = strikes
-    scheduler.add(sequence)
+    scheduler.table.add(sequence)
     return sequence
 
 
@@ -54,7 +54,7 @@ def test_suspect_that_ends_makes_room_for_the_next_one() -> None:
     scheduler = make_scheduler()
     suspects = [add(scheduler, name, 4, strikes=1) for name in ("s0", "s1")]
     assert chunks(scheduler) == "s0"
-    scheduler.finish(suspects[0], RequestStatus.FINISHED_ABORTED)
+    scheduler.table.finish(suspects[0], RequestStatus.FINISHED_ABORTED)
     assert chunks(scheduler) == "s1"
     assert [suspect.strikes for suspect in suspects] == [1, 1]
 
@@ -63,7 +63,7 @@ def test_suspect_that_is_preempted_is_admitted_again() -> None:
     scheduler = make_scheduler()
     suspect = add(scheduler, "s", 4, strikes=1)
     assert chunks(scheduler) == "s"
-    scheduler.preempt(suspect)
+    scheduler.table.preempt(suspect)
     suspect.num_late_tokens = 0
     assert chunks(scheduler) == "s"
 
@@ -93,7 +93,7 @@ def test_suspect_is_scheduled_once_in_a_step_that_admits_it() -> None:
     first = add(scheduler, "s0", 4, strikes=1)
     add(scheduler, "s1", 4, strikes=1)
     assert chunks(scheduler) == "s0"
-    scheduler.finish(first, RequestStatus.FINISHED_ABORTED)
+    scheduler.table.finish(first, RequestStatus.FINISHED_ABORTED)
     decision = scheduler.schedule()
     computed = [each for each in decision.sequences if each.request_id == "s1"]
     assert len(computed) == 1 and decision.prepared == []

@@ -7,13 +7,12 @@ import math
 import msgspec
 import pytest
 
-from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_prices import SMALLEST_CHUNK, StepPrices
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.slices import EFFICIENT_CHUNK
 from pagewire.shared.engine.step_clock import RunningStep
-from pagewire.tests.support.fake_engine import make_core, make_sequence
+from pagewire.tests.support.fake_engine import FixedCosts, make_core, make_sequence
 
 BUDGET = 256
 PRICES = StepPrices(fixed=0.004, per_token=(1e-4,) * 5, per_sequence=1e-4, per_product=1e-8)
@@ -27,6 +26,7 @@ class Engine:
     def __init__(
         self, prices: StepPrices = PRICES, largest: int = 10_000, gap_s: float = math.inf
     ) -> None:
+        self.costs = FixedCosts(prices, largest)
         self.core, _ = make_core(
             num_blocks=2000,
             max_num_seqs=16,
@@ -34,8 +34,8 @@ class Engine:
             max_model_len=2000,
             gap_s=gap_s,
             step_sizes=self.step_sizes,
+            costs=self.costs,
         )
-        self.core.scheduler.costs = self.costs = StepCosts(prices, largest)
         self.works: list[StepWork] = []
         self.num_added = 0
         self.core.steps.on_change = self._note
@@ -48,7 +48,7 @@ class Engine:
         self.num_added += 1
         sequence = make_sequence(name, [self.num_added] * length, max_tokens=answer)
         sequence.spec = msgspec.structs.replace(sequence.spec, slo_gap_s=gap_s)
-        self.core.add(sequence)
+        self.core.sequences.add(sequence)
         return sequence
 
     def run(self, steps: int) -> list[StepWork]:

@@ -106,7 +106,7 @@ def test_each_question_is_asked_once() -> None:
     ("place", "found"),
     [
         ("`shared/gone.py`: `anything`", ["shared/gone.py"]),
-        ("`shared/engine/scheduling/scheduler.py`: `Scheduler._admit`, `_admit`", ["_admit"]),
+        ("`shared/engine/scheduling/scheduler.py`: `Scheduler._grow`, `_grow`", ["_grow"]),
         ("`shared/engine/failed_steps.py`: `MAX_FAILED_STEPS`, `BOTH`", ["BOTH"]),
         ("`shared/settings/config.py`: `PAGEWIRE_MAX_QUEUE`, `PAGEWIRE_QUEUE`", ["PAGEWIRE_QUEUE"]),
         ("`Makefile`: `test-gpu`, `test-cpu`", ["test-cpu"]),
