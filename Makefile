@@ -113,7 +113,8 @@ test-compose: $(DEV) ## Build, start, torment and upgrade the containers; needs 
 test-wheel: $(DEV) ## Install the wheel and each extra in a clean environment, and try them (some minutes)
 	$(BIN)/pytest -m release tests/e2e/test_wheel.py $(ARGS)
 
-lint: $(DEV) .typing/pagewire ## Check style and types
+lint: $(DEV) .typing/pagewire ## Check style, types and the line budget
+	$(BIN)/python -P -m pagewire.tools.line_budget
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=.typing $(BIN)/mypy --explicit-package-bases -p pagewire
