@@ -19,5 +19,5 @@
     worker/      an engine with a network around it
 
 Read first: `control/protocol.py`, `engine/__init__.py`, `transfer/endpoint/__init__.py`.
-docs/decisions.md says which file decides what.
+docs/decisions.md has decisions with their reasons.
 """
