@@ -91,6 +91,7 @@ def estimate(
             )
         with needs_worker_extra():
             from pagewire.shared.worker.estimate import estimate as estimate_memory
+            from pagewire.shared.worker.estimate import fitting_ranks
         sizes = GPUS if memory is None else {f"{memory:g} GiB": memory}
         if length > config.max_position_embeddings:
             raise ConfigError(
@@ -103,10 +104,16 @@ def estimate(
         seqs = {
             name: _sequences(each, length, settings, config) for name, each in estimates.items()
         }
+        needed = {
+            name: settings.tensor_parallel_size
+            if each.kv_blocks
+            else fitting_ranks(config, settings, each.total)
+            for name, each in estimates.items()
+        }
         if as_json:
-            print(json.dumps(_report(estimates, seqs, length), indent=2))
+            print(json.dumps(_report(estimates, seqs, needed, length), indent=2))
         else:
-            _show(estimates, seqs, length, settings)
+            _show(estimates, seqs, needed, length, settings)
 
 
 def _sequences(
@@ -120,18 +127,28 @@ def _sequences(
     return min(settings.max_num_seqs, estimate.kv_blocks // layout.held_blocks(length))
 
 
-def _report(estimates: dict[str, Estimate], seqs: dict[str, int], length: int) -> dict[str, object]:
+def _report(
+    estimates: dict[str, Estimate], seqs: dict[str, int], needed: dict[str, int | None], length: int
+) -> dict[str, object]:
     return {
         "length": length,
         "gpus": {
-            name: {**dataclasses.asdict(each), "sequences": seqs[name]}
+            name: {
+                **dataclasses.asdict(each),
+                "sequences": seqs[name],
+                "tensor_parallel_size": needed[name],
+            }
             for name, each in estimates.items()
         },
     }
 
 
 def _show(
-    estimates: dict[str, Estimate], seqs: dict[str, int], length: int, settings: WorkerSettings
+    estimates: dict[str, Estimate],
+    seqs: dict[str, int],
+    needed: dict[str, int | None],
+    length: int,
+    settings: WorkerSettings,
 ) -> None:
     first = next(iter(estimates.values()))
     kind, ranks = first.weight_format, settings.tensor_parallel_size
@@ -140,14 +157,21 @@ def _show(
     console.print(f"Weights: {first.weights / GIB:.2f} GiB ({first.weights} bytes, {kind}){each}")
     kv = f"{first.kv_bytes_per_token} bytes a token"
     console.print(f"KV cache: {kv}, {first.kv_dtype}{each}")
-    if ranks > 1:
-        console.print("Only CPUs share a model so far: what follows is what GPUs would need.")
     table = Table()
     sequences = f"sequences of {length}, at most {settings.max_num_seqs}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):
         table.add_column(name, justify="left" if name == "GPU" else "right")
     for name, size in estimates.items():
         fits = [f"{size.kv_pool / GIB:.1f}", f"{size.kv_tokens}", f"{size.context}"]
-        cells = [*fits, f"{seqs[name]}"] if size.kv_tokens else ["does not fit", "", "", ""]
+        cells = (
+            [*fits, f"{seqs[name]}"] if size.kv_tokens else [_what_fits(needed[name]), "", "", ""]
+        )
         table.add_row(name, f"{size.total / GIB:.1f}", *cells)
     print_whole(console, table)
+
+
+def _what_fits(needed: int | None) -> str:
+    """Return what to do if a model does not fit on a GPU; `needed` is how many fit it together."""
+    if needed is None:
+        return "does not fit"
+    return f"needs {needed}: --tensor-parallel-size {needed}"

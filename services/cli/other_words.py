@@ -20,8 +20,8 @@ _COMMANDS = (
 )
 
 _NO_PARALLEL = (
-    "a model runs on one GPU (--tensor-parallel-size is so far for CPUs), and several GPUs share "
-    "requests by more workers: --prefill N and --decode N"
+    "several GPUs share a model's layers, --tensor-parallel-size N, or requests, by more workers: "
+    "--prefill N and --decode N"
 )
 _ALWAYS = "this is always on: leave it out"
 _NO_DRAFTS = "there is no speculative decoding"

@@ -208,6 +208,7 @@ def fitting_blocks(loaded: ModelPart, other_memory: OtherMemory) -> int:
     if num_blocks < MIN_BLOCKS:
         raise ConfigError(
             f"the model leaves no memory for KV blocks on {torch.cuda.get_device_name(device)}: "
-            "raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+            "raise --gpu-memory-utilization, lower --max-num-batched-tokens, or divide the model "
+            "among GPUs by --tensor-parallel-size (`pagewire estimate` says how many fit it)"
         )
     return num_blocks

@@ -151,9 +151,12 @@ def _naming_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype
     try:
         yield
     except RuntimeError as exc:  # torch.OutOfMemoryError is one, and a CPU raises it bare
+        advice = ""
+        if device.type == "cuda":
+            advice = "; `pagewire estimate` says how many GPUs fit it (--tensor-parallel-size)"
         raise ModelLoadError(
             f"no memory on {device} for a {config.architecture} of {config.num_layers} layers in "
-            f"{dtype}: {str(exc).splitlines()[0]}"
+            f"{dtype}: {str(exc).splitlines()[0]}{advice}"
         ) from exc
 
 

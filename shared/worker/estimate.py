@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.engine.choices import choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.sampling_stage import SamplingStage
@@ -27,6 +28,7 @@ from pagewire.shared.worker.staging_size import staging_bytes
 META = torch.device("meta")
 # Of a GPU's libraries, in torch's memory: cuBLAS, and the partial results of split attention.
 WORKSPACE_BYTES = 64 << 20
+RANKS = (1, 2, 4, 8)  # GPUs of one host among which a model is divided
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,22 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
         kv_tokens=_pool_tokens(blocks, layout, context),
         context=context,
     )
+
+
+def fitting_ranks(config: ModelConfig, settings: WorkerSettings, total: int) -> int | None:
+    """Return the smallest number of GPUs of `total` bytes that fit a model together, if some do.
+
+    Raises:
+        ConfigError: the settings ask for what the model cannot do.
+    """
+    for ranks in RANKS:
+        shared = settings.model_copy(update={"tensor_parallel_size": ranks})
+        try:
+            if estimate(config, shared, total).kv_blocks:
+                return ranks
+        except ModelLoadError:  # so many cannot share the heads, or a quantised weight
+            continue
+    return None
 
 
 def _pool_tokens(blocks: int, layout: KvLayout, context: int) -> int:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any, Literal
 
 from pagewire.services.cli.program import own_command
+from pagewire.services.cli.up.gpus import place
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.base.installing import install_command
 from pagewire.shared.settings.config import WorkerSettings
 
@@ -135,8 +138,42 @@ def judge_ipc(probe: Mapping[str, Any], unused: str | None) -> Finding:
     if error is None:
         detail = "between all workers of this host; containers must share IPC and PID namespaces"
         return Finding("ok", "CUDA IPC", detail)
-    advice = install_command("gpu") if "cuda-bindings" in error else "see nvidia-smi topo -p2p r"
-    return Finding("warn", "CUDA IPC", error, advice)
+    return Finding("warn", "CUDA IPC", error, _ipc_advice(error))
+
+
+def _ipc_advice(error: str) -> str:
+    return install_command("gpu") if "cuda-bindings" in error else "see nvidia-smi topo -p2p r"
+
+
+def judge_ranks(
+    probe: Mapping[str, Any], settings: WorkerSettings, links: frozenset[tuple[int, int]]
+) -> Finding:
+    """Judge whether this machine's GPUs can compute a model together.
+
+    Args:
+        probe: the result of the torch probe.
+        settings: say how many ranks a model has.
+        links: pairs of GPUs with NVLink between them, the smaller index first.
+    """
+    name, count, num_gpus = "Ranks", settings.tensor_parallel_size, len(probe.get("gpus", []))
+    if count == 1:
+        return Finding("ok", name, "one for each worker (TENSOR_PARALLEL_SIZE)")
+    if settings.device == "cpu" or not num_gpus:
+        return Finding("ok", name, f"{count} for each worker share this machine's cores")
+    if settings.ranks_share_gpu:
+        return Finding("ok", name, f"{count} for each worker take turns on one GPU, for tests")
+    try:
+        [own] = place([count], num_gpus, links)
+    except ConfigError as exc:
+        problem, _, advice = str(exc).partition(": ")
+        return Finding("warn", name, problem, advice)
+    if (error := probe.get("ipc_error")) is not None:
+        return Finding("warn", name, f"{count} GPUs cannot add up: {error}", _ipc_advice(error))
+    gpus = f"a worker's {count} take GPUs {', '.join(map(str, own))}"
+    if links.issuperset(combinations(own, 2)):
+        return Finding("ok", name, f"{gpus}, with NVLink between them")
+    advice = "name linked GPUs in CUDA_VISIBLE_DEVICES, if there are some (nvidia-smi topo -m)"
+    return Finding("warn", name, f"{gpus}, without NVLink: all sums cross PCIe", advice)
 
 
 def judge_ucx(probe: Mapping[str, Any] | None, unused: str | None) -> Finding:

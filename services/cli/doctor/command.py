@@ -118,9 +118,9 @@ async def _findings(overrides: dict[str, Any]) -> AsyncGenerator[Finding, None]:
         yield checks.judge_torch(probed)
         yield checks.judge_cuda(probed, len(machine.gpus))
         yield checks.judge_triton(probed)
-        unused = checks.why_unused(
-            worker or WorkerSettings.model_construct(), bool(probed.get("gpus"))
-        )
+        settings_of_workers = worker or WorkerSettings.model_construct()
+        yield checks.judge_ranks(probed, settings_of_workers, machine.links)
+        unused = checks.why_unused(settings_of_workers, bool(probed.get("gpus")))
         yield checks.judge_ipc(probed, unused["ipc"])
         yield checks.judge_ucx(None if unused["ucx"] else await _probe("ucx"), unused["ucx"])
     finally:

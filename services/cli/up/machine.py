@@ -62,7 +62,7 @@ def inspect_machine() -> Machine:
     installed = _installed_gpus()
     free = tuple(installed[name].free if name in installed else 1.0 for name in gpus)
     places = {installed[name].index: place for place, name in enumerate(gpus) if name in installed}
-    linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 2 else ()
+    linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 1 else ()
     links = {
         tuple(sorted((places[one], places[other])))
         for one, other in linked

@@ -71,9 +71,7 @@ class GpuCommunicator:
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, added in their order."""
-        if self._joined is None:
-            return x.clone()  # as much memory as a sum takes
-        return self._joined.reduce(x)
+        return x if self._joined is None else self._joined.reduce(x)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits `[N, vocab_size]` of each rank's `[N, n]`."""

@@ -15,6 +15,7 @@ from pagewire.services.cli.doctor.checks import (
     judge_memory,
     judge_packages,
     judge_python,
+    judge_ranks,
     judge_torch,
     judge_triton,
     judge_ucx,
@@ -92,6 +93,24 @@ def test_cuda_ipc() -> None:
     assert_finding(judge_ipc(apart, None), "warn", "no peer access", "nvidia-smi topo")
     bare = torch_probe(gpus=[GPU], ipc_error="cuda-bindings does not load: No module named 'cuda'")
     assert_finding(judge_ipc(bare, None), "warn", "cuda-bindings", "pip install")
+
+
+NO_LINKS: frozenset[tuple[int, int]] = frozenset()
+
+
+def test_ranks() -> None:
+    four, two = torch_probe(gpus=[GPU] * 4), WorkerSettings(tensor_parallel_size=2)
+    assert_finding(judge_ranks(four, WorkerSettings(), NO_LINKS), "ok", "one for each worker")
+    assert_finding(judge_ranks(torch_probe(), two, NO_LINKS), "ok", "2 for each worker", "cores")
+    linked = frozenset({(0, 2), (1, 3)})
+    assert_finding(judge_ranks(four, two, linked), "ok", "take GPUs 0, 2, with NVLink")
+    assert_finding(judge_ranks(four, two, NO_LINKS), "warn", "GPUs 0, 1, without", "topo -m")
+    one = torch_probe(gpus=[GPU])
+    assert_finding(judge_ranks(one, two, NO_LINKS), "warn", "needs 2 GPUs, and 1 can be used")
+    shared = WorkerSettings(tensor_parallel_size=2, ranks_share_gpu=True)
+    assert_finding(judge_ranks(one, shared, NO_LINKS), "ok", "take turns on one GPU")
+    apart = torch_probe(gpus=[GPU, GPU], ipc_error="GPU 0 has no peer access to GPU 1")
+    assert_finding(judge_ranks(apart, two, NO_LINKS), "warn", "cannot add up", "no peer access")
 
 
 def test_ucx() -> None:

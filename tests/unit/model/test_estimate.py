@@ -21,7 +21,7 @@ from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.worker.estimate import estimate, weight_bytes
+from pagewire.shared.worker.estimate import estimate, fitting_ranks, weight_bytes
 from pagewire.tests.support.tiny_models import CASES, write_tiny_model
 
 GIB = 1 << 30
@@ -117,6 +117,7 @@ def test_command_prints_a_table_and_json(tmp_path: Path) -> None:
     [gpu] = found["gpus"].values()
     assert gpu["total"] == 80 * GIB
     assert gpu["sequences"] == gpu["kv_tokens"] // 8192
+    assert gpu["tensor_parallel_size"] == 1
     halves = json.loads(_run(name, "--json", "--memory", "80", "--dtype", "float32").stdout)
     assert halves["gpus"]["80 GiB"]["weights"] == 2 * gpu["weights"]
 
@@ -219,7 +220,27 @@ def test_dtype_is_that_of_weights_that_are_there(tmp_path: Path) -> None:
 
 
 def test_a_gpu_that_is_too_small(tmp_path: Path) -> None:
-    assert "does not fit" in _run(_write(tmp_path), "--memory", "16").stdout
+    assert "does not fit" in _run(_write(tmp_path), "--memory", "1").stdout
+    assert "needs 2: --tensor-parallel-size 2" in _run(_write(tmp_path), "--memory", "16").stdout
+
+
+@pytest.mark.parametrize(
+    ("heads", "gib", "ranks"),
+    [
+        ((32, 8), 80, 1),
+        ((32, 8), 16, 2),
+        ((32, 8), 4, 8),
+        ((28, 4), 4, None),  # eight ranks would fit, but cannot share 28 heads
+        ((32, 8), 2, None),
+    ],
+)
+def test_how_many_gpus_fit_a_model_together(
+    tmp_path: Path, heads: tuple[int, int], gib: int, ranks: int | None
+) -> None:
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1], "head_dim": 128}
+    config = load_config(Path(_write(tmp_path, **shape)).resolve())
+    settings = WorkerSettings(max_num_batched_tokens=512, cuda_graphs=False)
+    assert fitting_ranks(config, settings, gib * GIB) == ranks
 
 
 @pytest.mark.parametrize(
