@@ -195,8 +195,7 @@ class BlockMover:
     def _pack_parts(
         self, rows: NDArray[np.int64], staging: torch.Tensor, seed: int, parts: int
     ) -> None:
-        index = torch.from_numpy(rows).to(self.kv_pool.device)
-        copy_list = self._copy_list(np.arange(len(rows)), seed)
+        index, copy_list = self._upload(rows), self._copy_list(np.arange(len(rows)), seed)
         for heads, part in self._parts(len(rows), staging, parts):
             self.ops.pack_blocks(heads[index].flatten(1), copy_list, part)
 
@@ -206,12 +205,14 @@ class BlockMover:
         """Return whether a checksum is wrong, as `ops.unpack_blocks` reports it."""
         device = self.kv_pool.device
         corrupt = torch.zeros((), dtype=torch.int64, device=device)
-        index = torch.from_numpy(rows).to(device)
-        copy_list, written = self._copy_list(np.arange(len(rows)), seed), index >= 0
+        # Chosen on the host: to count what a mask on the device selects would wait for the device.
+        written = np.flatnonzero(rows >= 0)
+        sources, targets = self._upload(written), self._upload(rows[written])
+        copy_list = self._copy_list(np.arange(len(rows)), seed)
         for heads, part in self._parts(len(rows), staging, parts):
             own = torch.empty((len(rows), *heads.shape[1:]), dtype=torch.uint8, device=device)
             self.ops.unpack_blocks(part, own.flatten(1), copy_list, corrupt)
-            heads[index[written]] = own[written]
+            heads[targets] = own[sources]
         return corrupt
 
     def _parts(
@@ -299,9 +300,14 @@ class BlockMover:
 
     def _copy_list(self, rows: NDArray[np.int64], seed: int) -> torch.Tensor:
         host = empty_copy_list(len(rows))
+        fill_copy_list(host.numpy(), rows, seed)
+        return self._upload(host.numpy())
+
+    def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
+        """Launch a copy of numbers to the device: from pageable memory, this would wait for it."""
+        host = torch.from_numpy(numbers)
         if self.kv_pool.is_cuda:
             host = host.pin_memory()
-        fill_copy_list(host.numpy(), rows, seed)
         return host.to(self.kv_pool.device, non_blocking=True)
 
     def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:

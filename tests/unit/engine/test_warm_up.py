@@ -15,9 +15,9 @@ FEW = ["--max-num-seqs", "80", "--waves", "3", "--steps", "20"]
 MANY = ["--max-num-seqs", "80", "--waves", "10", "--steps", "100"]
 
 
-def run(*options: str) -> subprocess.CompletedProcess[str]:
+def run(*options: str, program: str = "late_kernels") -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-P", "-m", "pagewire.tests.support.late_kernels"]
+    command = [sys.executable, "-W", "ignore", "-P", "-m", f"pagewire.tests.support.{program}"]
     command += options
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
 
@@ -70,3 +70,12 @@ def test_without_first_steps_traffic_would_compile() -> None:
     assert done.returncode == 1, done.stderr
     for name in ("_threshold_kernel", "_rotary_and_cache_kernel", "_hopper_prefill_kernel"):
         assert f"compiled after the worker was ready, in 0.00 s: {name}(" in done.stdout
+
+
+def test_no_rank_compiles_while_others_wait_for_it() -> None:
+    shapes = ("llama-8b", "gpt-oss-20b", "olmo2", "deepseek-v2-lite")
+    done = run(*shapes, program="lone_rank_kernels")
+    assert (done.returncode, done.stdout) == (
+        0,
+        "0 kernels were compiled while other ranks waited\n",
+    )
