@@ -31,6 +31,8 @@ from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
 from pagewire.kernels import OP_NAMES, Ops, load_ops
+from pagewire.kernels.all_gather import Columns, all_gather
+from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.bench.inputs import (
     LatentCase,
     LatentChunksCase,
@@ -43,6 +45,7 @@ from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.fp8_numbers import UNSCALED, Fp8Weights
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
+from pagewire.kernels.rank_memory import RankMemory, make_rank_memory
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 from pagewire.tests.support.ptx_uniformity import find_divergences
@@ -102,6 +105,8 @@ DECODES = (
 )
 _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 
+AMONG_RANKS = ("all_reduce", "all_gather")  # operations that are not of one backend
+
 Call = Callable[[], object]
 
 
@@ -141,7 +146,7 @@ def _emptied(value: Any, device: str) -> Any:
     """Return tensors without memory in place of a tensor or of tables; only in fake tensor mode."""
     if isinstance(value, torch.Tensor):
         return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
-    if isinstance(value, Fp8Weights | FourBitWeights):
+    if isinstance(value, Fp8Weights | FourBitWeights | RankMemory | Columns):
         return type(value)(*(_emptied(each, device) for each in value))
     if isinstance(value, ShapingTables):
         return ShapingTables(*(_emptied(table, device) for table in value))
@@ -259,6 +264,22 @@ def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
             yield "four_bit_experts", ops.four_bit_experts, [x, *routed]
 
 
+def _among_ranks(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Yield exchanges of few and of many values, whose launches overlap and do not."""
+    for ranks in (2, 4, 8):
+        memory = make_rank_memory(1, range(ranks), torch.device("cpu"), 5.0)
+        for tokens in (1, 32, 256):
+            x = torch.empty(tokens, 4096, dtype=dtype)
+            yield "all_reduce", all_reduce, [x, memory]
+        columns = Columns.of((4096,) * ranks, torch.device("cpu"))
+        for tokens in (1, 256):
+            yield (
+                "all_gather",
+                all_gather,
+                [torch.empty(tokens, 4096, dtype=dtype), columns, memory],
+            )
+
+
 def _in_four_bits(kind: str, experts: int, parts: int, outs: int, ins: int) -> FourBitWeights:
     pairs = torch.empty(experts, outs, ins // 2, dtype=torch.uint8)
     scale = torch.empty(experts, outs, ins // 32)
@@ -284,8 +305,9 @@ def _resources(kernel: Any) -> dict[str, int]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Compile, print one line per kernel, and return the exit code."""
+    names = (*OP_NAMES, *AMONG_RANKS)
     parser = argparse.ArgumentParser(description="Compile the kernels for sm_90 without a GPU.")
-    parser.add_argument("--ops", nargs="+", choices=OP_NAMES, default=OP_NAMES)
+    parser.add_argument("--ops", nargs="+", choices=names, default=names)
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16"])
     parser.add_argument(
         "--all-mixtures", action="store_true", help="all of `MIXTURES`, not only one"
@@ -299,7 +321,7 @@ def main(arguments: list[str] | None = None) -> int:
     cases = [
         each
         for dtype in dtypes
-        for part in (_attention, _others, _quantised)
+        for part in (_attention, _others, _quantised, _among_ranks)
         for each in part(ops, dtype)
     ]
     mixtures = list(MIXTURES) if options.all_mixtures else ["Qwen3-30B-A3B"]

@@ -8,7 +8,7 @@ others at a shuffle or barrier wait forever.
 
 For each bit of a value, the analysis tracks the bits of the thread index on which it may depend. A
 butterfly shuffle whose two sides are the same by construction removes one of them. A loaded value
-depends on the same bits as its address.
+depends on the same bits as its address, unless others may write it meanwhile.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _COMMUTATIVE = ("add", "max", "min", "and", "or", "xor")
 _SYNCHRONISING = ("bar.", "barrier.", "shfl.", "redux.", "vote.", "match.", "ldmatrix.", "wgmma.")
 _NO_TARGET = ("st.", "bra", "bar.", "ret", "red.", "cp.", "fence", "exit", "membar", "barrier.")
 _END = "end of the function"
+_CLOCKS = ("%globaltimer", "%clock")
+_CHANGING = ("ld.volatile", "ld.relaxed", "ld.acquire")  # from memory that others write meanwhile
 _OPAQUE = ("atom.", "ld.", "elect", "activemask", "mbarrier", "vote", "match", "ldmatrix")
 
 Bits = tuple[int, ...]  # for each bit of a value, the bits of the thread index it depends on
@@ -237,6 +239,8 @@ class Uniformity:
     def _of(self, operand: str) -> Bits:
         if operand.startswith(("%tid.x", "%laneid")):
             return tuple(1 << bit if 1 << bit <= _ALL else 0 for bit in range(_WIDTH))
+        if operand.startswith(_CLOCKS):
+            return (_ALL,) * _WIDTH
         if operand.startswith("["):
             registers = _REGISTER.findall(operand)
             return (reduce(or_, (self._thread_bits(each) for each in registers), 0),) * _WIDTH
@@ -253,7 +257,7 @@ class Uniformity:
                 bits = (_union(bits) & ~_LANES,) * _WIDTH
         elif kind == "redux":
             bits = (_union(bits) & ~_LANES,) * _WIDTH
-        elif each.name.startswith(_OPAQUE) and kind != "ld":
+        elif each.name.startswith(_CHANGING) or (each.name.startswith(_OPAQUE) and kind != "ld"):
             bits = (_ALL,) * _WIDTH
         elif self._is_single(each.targets[0]) and not each.name.startswith(_OPAQUE):
             bits = self._combined(each, bits)

@@ -43,6 +43,15 @@ def test_a_branch_on_what_differs_between_lanes_is_found(total, differs):
     assert [each.thread_bits for each in found] == [1] * differs
 
 
+@pytest.mark.parametrize(
+    "reading",
+    ["mov.u32 	%r7, %globaltimer_lo;", "ld.acquire.sys.global.b32 	%r7, [%rd1];"],
+    ids=["clock", "what-others-write"],
+)
+def test_a_branch_on_what_changes_between_two_readings_is_found(reading):
+    assert find_divergences(_KERNEL.format(sum=f"	{reading}", meeting="bar.sync 	0;"))
+
+
 def test_lanes_that_meet_nowhere_on_the_way_may_part():
     kernel = _KERNEL.format(sum="	mov.b32 	%r7, %r3;", meeting="")
     assert not find_divergences(kernel)
