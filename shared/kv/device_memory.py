@@ -1,8 +1,8 @@
 """Device memory that other processes of the host may map, by CUDA IPC.
 
-Staging on a GPU is a `cudaMalloc` allocation of its own. An allocation of the caching allocator
-would be shared with other tensors, and might be freed while a peer still writes. This one is never
-freed while the process runs. cuda-bindings is imported only if there is such memory.
+It is a `cudaMalloc` allocation of its own. An allocation of the caching allocator would be shared
+with other tensors, and might be freed while a peer still writes. Staging is never freed while the
+process runs. cuda-bindings is imported only if there is such memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,15 @@ HANDLE_BYTES = 64  # of an IPC handle
 _allocated: set[int] = set()  # addresses
 
 
-def allocate(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return uninitialized bytes; on a GPU, peers may map them and they are never freed.
+def allocate(
+    shape: tuple[int, ...], device: torch.device, purpose: str = "KV staging"
+) -> torch.Tensor:
+    """Return uninitialized bytes; on a GPU, peers may map them, and only `free` frees them.
+
+    Args:
+        shape: in bytes.
+        device: where.
+        purpose: what they are for, for the error.
 
     Raises:
         ConfigError: there is no room, or the CUDA bindings are missing.
@@ -36,10 +43,27 @@ def allocate(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
             address = _call("cudaMalloc", nbytes)
         except TransferError as exc:
             raise ConfigError(
-                f"cannot allocate {nbytes >> 20} MiB on GPU {index} for KV staging: {exc}"
+                f"cannot allocate {nbytes >> 20} MiB on GPU {index} for {purpose}: {exc}"
             ) from exc
     _allocated.add(address)
     return torch.as_tensor(DeviceBytes(address, shape), device=torch.device("cuda", index))
+
+
+def free(memory: torch.Tensor) -> None:
+    """Free what `allocate` has returned; nobody uses or maps it any more.
+
+    Raises:
+        TransferError: it is not memory of that kind, or the GPU has failed.
+    """
+    if memory.is_cuda:
+        _check_is_allocated(memory)
+        _call_on(memory.device, "cudaFree", memory.data_ptr())
+        _allocated.discard(memory.data_ptr())
+
+
+def _check_is_allocated(memory: torch.Tensor) -> None:
+    if memory.data_ptr() not in _allocated:
+        raise TransferError("it is not GPU memory that another process may map")
 
 
 class DeviceBytes:
@@ -63,8 +87,7 @@ def export_handle(memory: torch.Tensor) -> bytes:
     Raises:
         TransferError: the memory is not of that kind, or this GPU does not do it.
     """
-    if memory.data_ptr() not in _allocated:
-        raise TransferError("staging is not GPU memory that another process may map")
+    _check_is_allocated(memory)
     handle = _call_on(memory.device, "cudaIpcGetMemHandle", memory.data_ptr())
     return ctypes.string_at(handle.getPtr(), HANDLE_BYTES)
 
@@ -135,7 +158,7 @@ def _runtime() -> Any:
         from cuda.bindings import runtime
     except ImportError as exc:
         raise ConfigError(
-            "KV staging on a GPU needs the Python package cuda-bindings, of the same CUDA version "
-            f"as torch ({torch.version.cuda}): {exc}"
+            "sharing GPU memory with other processes needs the Python package cuda-bindings, of the "
+            f"CUDA version of torch ({torch.version.cuda}): {exc}"
         ) from exc
     return runtime
