@@ -122,7 +122,7 @@ def all_gather(x: torch.Tensor, columns: Columns, memory: RankMemory) -> torch.T
     parts = triton.cdiv(longest, block)
     warps = warps_of(block)
     is_aligned = all(each % _ALIGNED == 0 for each in (*columns.widths, x.stride(0)))
-    _all_gather_kernel[(min(memory.programs, rows * parts),)](
+    _all_gather_kernel[(min(memory.num_programs, rows * parts),)](
         x,
         out,
         columns.ends,
@@ -135,8 +135,8 @@ def all_gather(x: torch.Tensor, columns: Columns, memory: RankMemory) -> torch.T
         width,
         x.stride(0),
         out.shape[1],
-        COUNT=memory.count,
-        PROGRAMS=memory.programs,
+        COUNT=memory.num_ranks,
+        PROGRAMS=memory.num_programs,
         BLOCK=block,
         THREADS=32 * warps,
         ALIGNED=_ALIGNED if is_aligned else 1,

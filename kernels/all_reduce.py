@@ -71,9 +71,9 @@ def _all_reduce_kernel(
 
 def block_of(size: int, itemsize: int, memory: RankMemory) -> int:
     """Return how many values a program sends at once, so that one round is enough, if it can be."""
-    most = part_bytes(memory.count) // itemsize
+    most = part_bytes(memory.num_ranks) // itemsize
     block = LEAST_BLOCK
-    while 2 * block <= most and size > memory.programs * block:
+    while 2 * block <= most and size > memory.num_programs * block:
         block = 4 * block if 4 * block <= most else 2 * block
     return block
 
@@ -102,15 +102,15 @@ def all_reduce(x: torch.Tensor, memory: RankMemory) -> torch.Tensor:
         return x
     block = block_of(size, x.element_size(), memory)
     warps = warps_of(block)
-    _all_reduce_kernel[(min(memory.programs, triton.cdiv(size, block)),)](
+    _all_reduce_kernel[(min(memory.num_programs, triton.cdiv(size, block)),)](
         x,
         memory.addresses,
         memory.state,
         memory.missing,
         memory.rank,
         size,
-        COUNT=memory.count,
-        PROGRAMS=memory.programs,
+        COUNT=memory.num_ranks,
+        PROGRAMS=memory.num_programs,
         BLOCK=block,
         THREADS=32 * warps,
         ON_GPU=x.device.type == "cuda",

@@ -39,12 +39,12 @@ class RankMemory(NamedTuple):
     missing: torch.Tensor
 
     @property
-    def count(self) -> int:
+    def num_ranks(self) -> int:
         """Number of ranks."""
         return len(self.addresses)
 
     @property
-    def programs(self) -> int:
+    def num_programs(self) -> int:
         """Number of programs that have receive buffers."""
         return len(self.state) - 1
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.kernels.bench import four_bit_cases, fp8_cases
+from pagewire.kernels.bench import four_bit_cases, fp8_cases, rank_cases
 from pagewire.kernels.bench.attention_grid import attend, grid_cases, visible_pairs
 from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.expert_cases import expert_cases, route_cases
@@ -374,4 +374,6 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         _token_logprobs(rows, top) for rows in (1, 64, 256) for top in (0, 1, 20)
     ),
     "kv_pack": lambda: (case for count in (8, 512) for case in _kv_pack(count)),
+    "all_reduce": rank_cases.reduce_cases,
+    "all_gather": rank_cases.gather_cases,
 }

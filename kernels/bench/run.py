@@ -21,10 +21,12 @@ import triton
 import triton.testing
 
 from pagewire.kernels import Ops, load_ops
+from pagewire.kernels.bench import gpus
 from pagewire.kernels.bench.case import BenchCase
 from pagewire.kernels.bench.cases import CASES
 
 _WARM_UP_MS, _MEASURED_MS = 10, 40  # of each repetition
+_GPUS = (2, 4, 8)
 _COLUMNS = ("op", "shape", "us", "spread %", "rate", "unit", "of ceiling", "peer us", "of peer")
 
 
@@ -138,6 +140,11 @@ def main(arguments: list[str] | None = None) -> int:
             rows.append(measure(case, ops, reference, ceilings, options.repetitions))
             print(_line(rows[-1]), flush=True)
             del case  # so that its tensors are freed before the next one's are made
+    if "all_reduce" in options.ops:
+        counts = [count for count in _GPUS if count <= torch.cuda.device_count()]
+        for row in (row for count in counts for row in gpus.measure(count, options.repetitions)):
+            rows.append(row)
+            print(_line(row), *(f"{name} {row[name]:.3g}" for name in gpus.PEERS if name in row))
     if ratios := {row["shape"]: row["of peer"] for row in rows if "of peer" in row}:
         least = min(ratios, key=ratios.__getitem__)
         mean = statistics.geometric_mean(ratios.values())

@@ -69,9 +69,9 @@ class Rank:
         wrong = []
         for call in calls:
             time.sleep(pause_s)
-            x = call.parts(self.memory.count)[self.memory.rank].to(self.device)
+            x = call.parts(self.memory.num_ranks)[self.memory.rank].to(self.device)
             found = call.run(x, self.memory).cpu()
-            if not torch.equal(found, call.expected(self.memory.count)):
+            if not torch.equal(found, call.expected(self.memory.num_ranks)):
                 wrong.append(call)
         return wrong
 
