@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""What attention kernels do with a KV cache in FP8 (e4m3).
+"""Reads and writes a KV cache in FP8 (e4m3) within attention kernels.
 
 Its numbers are converted after they are loaded, to float32 if queries have it and else to float16,
 which holds each of them exactly. A GPU converts e4m3 to float16 in one instruction and to bfloat16

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The experts of each token, in one launch: one program per token, with its logits in registers.
+"""Chooses the experts of each token in one launch: a program per token, logits in registers.
 
 The best experts are found one after another, by the maximum of their keys (`_keys.py`). For any
 logits, a token has K different experts from 0 to E - 1, and equal scores are ordered by expert

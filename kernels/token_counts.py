@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""The tokens that a device slot has seen, and how often each is in its output.
+"""Records the tokens that a device slot has seen, and how often each is in its output.
 
 Both are computed from token ids when a sequence is loaded into a device slot, in two launches: one
 clears the previous values, the other enters the tokens. After that, each sampled token is counted.

@@ -1,4 +1,4 @@
-"""What several of the report's plots need of their axes: ticks, wrapped text, legends."""
+"""Sets up the axes of the report's plots: ticks, wrapped text, legends."""
 
 from __future__ import annotations
 

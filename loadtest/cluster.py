@@ -1,4 +1,4 @@
-"""Servers of a bench's or a test's own, in child processes; `pagewire up` as a user starts it."""
+"""Starts servers for benches and tests in child processes, and `pagewire up` as users do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured of each request, and its file: a JSON object a line."""
+"""Records of measured requests, and their file: a JSON object a line."""
 
 from __future__ import annotations
 

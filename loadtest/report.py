@@ -1,4 +1,4 @@
-"""From the raw data of a comparison to `report.html`, its plots and `summary.json`.
+"""Writes `report.html`, its plots and `summary.json` from the raw data of a comparison.
 
 python -P -m pagewire.loadtest.report loadtest/report/20260101-120000
 """

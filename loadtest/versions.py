@@ -1,4 +1,4 @@
-"""Versions of programs, and the machine: what a reader must know to judge a report's figures."""
+"""Collects versions of programs and facts about the machine, for readers of a report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which experts each token has, in plain torch of static shapes."""
+"""Chooses the experts of each token, in plain torch of static shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A process of a bench that answers commands."""
+"""Runs a function of a bench in a process that answers commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements of a serving cluster: unloaded TTFT, and token gaps under long prompts."""
+"""Measures a serving cluster: unloaded TTFT, and token gaps under long prompts."""
 
 from __future__ import annotations
 

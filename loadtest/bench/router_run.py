@@ -1,4 +1,4 @@
-"""The processes of the router bench, and one measurement with them."""
+"""Runs the processes of the router bench, and takes one measurement with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Results as lines of JSON, and as Markdown tables."""
+"""Writes results as lines of JSON, and as Markdown tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much KV requests hold by the system's own metric, and how many tokens a second it serves."""
+"""Measures how much KV requests hold by a system's own metric, and its tokens a second."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a system under test, and its named commands."""
+"""Starts the processes of a system under test and runs its named commands."""
 
 from __future__ import annotations
 

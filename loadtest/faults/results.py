@@ -1,4 +1,4 @@
-"""What a run shows: failed and different answers, gaps, time to full capacity. Pure functions."""
+"""Evaluates a run: failed and different answers, gaps, time to full capacity. Pure functions."""
 
 from __future__ import annotations
 

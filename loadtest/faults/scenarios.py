@@ -1,4 +1,4 @@
-"""What is sent and what fails, and when: scenarios as a table. Pure functions of a seed."""
+"""The table of scenarios: what is sent and what fails, and when. Pure functions of a seed."""
 
 from __future__ import annotations
 

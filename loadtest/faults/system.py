@@ -1,4 +1,4 @@
-"""The description of a system under test: a TOML file of URLs, processes and named commands."""
+"""Reads the TOML file that describes a system under test: URLs, processes, named commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router's view of its cluster, as its operator port shows it."""
+"""Reads what a router's operator port says about its cluster."""
 
 from __future__ import annotations
 

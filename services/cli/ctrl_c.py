@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to stop, for commands that still report their results afterwards."""
+"""Takes Ctrl-C as a request to stop, for commands that still report results afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Help pages with the full names of options on a terminal of any width.
+"""Writes help pages with the full names of options on a terminal of any width.
 
 Rich's tables shorten the names of options at 80 columns. These pages are Typer's plain definition
 lists, in the groups that the options name.

@@ -1,4 +1,4 @@
-"""Imports of a command's modules, which are most of the time until it does something."""
+"""Speeds up the import of a command's modules, which is most of a command's start."""
 
 from __future__ import annotations
 

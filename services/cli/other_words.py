@@ -1,4 +1,4 @@
-"""What to type here in place of commands and options of vLLM, SGLang, Ollama and llama.cpp."""
+"""Advises users who type commands and options of vLLM, SGLang, Ollama and llama.cpp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command name to show in advice to users: `pagewire`, or the path of this program."""
+"""Finds the command name to show in advice: `pagewire`, or the path of this program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line ends if stdout cannot be written."""
+"""Ends the command line properly if stdout cannot be written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of the client commands: a model's text, a dim line about it, tables."""
+"""Prints a model's text, dim lines about it, and tables, for the client commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's process: its socket, its event loop, its end."""
+"""Runs the router's process: its socket, its event loop, its end."""
 
 from __future__ import annotations
 

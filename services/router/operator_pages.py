@@ -1,4 +1,4 @@
-"""What a router shows operators: its own metrics on one port, its cluster on another.
+"""Serves pages for operators: a router's metrics on one port, its cluster on another.
 
 The operator port shows the cluster to people, to `pagewire` and to Prometheus.
 """

@@ -1,4 +1,4 @@
-"""How much of something bounded each owner may hold: arithmetic alone."""
+"""Computes how much of something bounded each owner may hold: arithmetic alone."""
 
 from __future__ import annotations
 

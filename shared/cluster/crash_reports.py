@@ -1,4 +1,4 @@
-"""Why workers crashed: left in Redis for the peers that lose their connections to them.
+"""Leaves in Redis why a worker crashed, for the peers that lose their connections to it.
 
     pagewire:<tag>:crash:<worker id>:<epoch>    the report, msgpack with a seal; it expires
 

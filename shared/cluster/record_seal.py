@@ -1,4 +1,4 @@
-"""The cluster's seal on records: only its members can add workers, routers and responses in Redis.
+"""Seals records in Redis, so that only members of the cluster can add workers and responses.
 
 A sealed record is its HMAC-SHA256, 32 bytes, and the record. The key derives from the cluster
 secret. The record has the id and epoch of its worker or router. The HMAC covers its name in Redis,

@@ -1,4 +1,4 @@
-"""Connecting to Redis, and its errors as Pagewire's own."""
+"""Connects to Redis, and raises its errors as Pagewire's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers of a cluster: worker records with a lease, in Redis.
+"""Publishes and lists the workers of a cluster: records with a lease, in Redis.
 
     pagewire:<tag>:workers        set of worker ids
     pagewire:<tag>:worker:<id>    the record, msgpack with a seal, expires after the lease

@@ -1,4 +1,4 @@
-"""The routers of a cluster, which find one another through Redis.
+"""Lets the routers of a cluster find one another through Redis.
 
     pagewire:<tag>:routers    hash: router id -> seal and record, with the time when it expires
 

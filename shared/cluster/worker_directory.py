@@ -1,4 +1,4 @@
-"""One process's view of the cluster's workers, from polling the registry."""
+"""Keeps one process's view of the cluster's workers up to date by polling the registry."""
 
 from __future__ import annotations
 

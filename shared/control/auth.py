@@ -1,4 +1,4 @@
-"""Who may connect to ZeroMQ sockets: CURVE keys from the cluster secret, and their check.
+"""Derives CURVE keys from the cluster secret, and refuses ZeroMQ clients that lack them.
 
 All members of a cluster have the same key pair. A server accepts only clients that prove to have it
 as well, so a stranger can neither send nor receive a message; traffic is encrypted.

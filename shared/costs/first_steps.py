@@ -1,4 +1,4 @@
-"""The steps that an engine times before it has work, so that its first prices are known."""
+"""Times a few steps of an engine before it has work, so that its first prices are known."""
 
 from __future__ import annotations
 

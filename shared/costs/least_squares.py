@@ -1,4 +1,4 @@
-"""Least squares without negative coefficients, for a few terms of which most are 0 in a sample."""
+"""Solves least squares without negative coefficients, for samples that are mostly 0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step computes, as far as it decides how long the step takes."""
+"""The work of a step, as far as it decides how long the step takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars that clients write, in the syntax of Lark or GBNF."""
+"""Checks and translates grammars that clients write, in the syntax of Lark or GBNF."""
 
 from __future__ import annotations
 

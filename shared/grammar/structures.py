@@ -1,4 +1,4 @@
-"""The forms that a request may ask for, and the grammar text of each.
+"""Makes the grammar text of each form that a request may ask its answer to have.
 
 The fields are those of vLLM's `structured_outputs`. A grammar text is a Lark grammar, or JSON with
 a list of grammars, as llguidance's functions `grammar_from_...` return it.

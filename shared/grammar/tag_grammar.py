@@ -1,4 +1,4 @@
-"""The grammar of a structural tag.
+"""Makes the grammar text of a structural tag, for llguidance.
 
 Where a text of the tag contains the text of a special token, the answer must have that token, not
 other tokens with the same text.

@@ -1,4 +1,4 @@
-"""Which connections wait for their clients, and since when."""
+"""Keeps track of which connections wait for their clients, and since when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The PROXY protocol, version 2: a gateway reports the address of its client.
+"""Reads the PROXY protocol, version 2, in which a gateway reports its client's address.
 
 signature (12 bytes) | version, command | family, transport | length (2) | addresses | TLVs
 """

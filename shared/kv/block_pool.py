@@ -1,4 +1,4 @@
-"""Who owns each block of the KV pool: reference counts, prefix cache, eviction.
+"""Allocates the blocks of the KV pool: reference counts, prefix cache, eviction.
 
 A block is in exactly one of three states, and at every moment
 

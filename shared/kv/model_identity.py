@@ -1,4 +1,4 @@
-"""What decides whether two workers serve the same model.
+"""The facts that decide whether two workers serve the same model.
 
 If they do, a block's hash names the same content at both. Whether they can also exchange the block
 is decided by `KvLayout`.

@@ -1,4 +1,4 @@
-"""Which cached blocks are evicted after all others: those of sessions that are to go on. Pure.
+"""Retains the cached blocks of sessions that are to go on; all others are evicted first. Pure.
 
 A session gives up its blocks with each answer, and wants them again for its next turn. Until then
 its owner retains them: for some time, and up to a number of blocks. What a session retains, in all

@@ -1,4 +1,4 @@
-"""The paged KV tensors: one block-major allocation."""
+"""Allocates the paged KV tensors, block-major, in one allocation."""
 
 from __future__ import annotations
 

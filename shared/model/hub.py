@@ -1,4 +1,4 @@
-"""Models of the Hugging Face hub: downloaded, or found in its cache."""
+"""Downloads models from the Hugging Face hub, or finds them in its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress of loading weights: a bar on a terminal, else a line every few seconds."""
+"""Shows progress of loading weights: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a model's final hidden states become an embedding, by the files of sentence-transformers.
+"""Reads how final hidden states become an embedding, from sentence-transformers' files.
 
 `modules.json` in the model's directory lists modules by path and type; that of the type `Pooling`
 has a `config.json` that names the mode.

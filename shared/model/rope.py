@@ -1,4 +1,4 @@
-"""The table of rotary angles, computed step by step in float32 as Hugging Face does."""
+"""Computes the table of rotary angles, step by step in float32 as Hugging Face does."""
 
 from __future__ import annotations
 

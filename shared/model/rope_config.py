@@ -1,4 +1,4 @@
-"""What a configuration says about rotary position embedding, by Hugging Face's rules."""
+"""Reads rotary position embedding from a configuration, by Hugging Face's rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The headers of safetensors files: what a checkpoint holds, checked before a byte is loaded.
+"""Reads and checks headers of safetensors files, before a byte of weights is loaded.
 
 Layout: 8 bytes little-endian header length, the header as JSON, then the tensors' bytes.
 """

@@ -1,4 +1,4 @@
-"""Where a model comes from: the package, a local directory, or the Hugging Face hub.
+"""Finds a model by its name: in the package, in a local directory, or on the Hugging Face hub.
 
 Does not import torch: the router resolves its tokenizer here, too.
 """

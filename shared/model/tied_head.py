@@ -1,4 +1,4 @@
-"""Whether a checkpoint's output head is the embedding table, decided as Hugging Face does.
+"""Decides whether a checkpoint's output head is the embedding table, as Hugging Face does.
 
 A configuration may say that the two are tied although the checkpoint has both, with different
 values: then each is used for its own purpose. A fine-tune that trained the head, saved with the

@@ -1,4 +1,4 @@
-"""Where the parts of a file's tensor are that a rank holds."""
+"""Computes where the parts of a file's tensor are that a rank holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which layers attend to a sliding window, and how long it is, by the fields of config.json."""
+"""Reads which layers attend to a sliding window, and how long it is, from config.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names of settings are known: near misses are refused, others are reported."""
+"""Checks names of settings: near misses are refused, other unknown ones are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the tokens of one answer to its text: detokenized, cut at stop strings, counted.
+"""Turns the tokens of one answer into text: detokenized, cut at stop strings, counted.
 
 The router and the offline `LLM` share it, so that both give the same text.
 """

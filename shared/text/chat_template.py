@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes a prompt, by Hugging Face's conventions for Jinja.
+"""Renders chat templates: a conversation becomes a prompt, by Hugging Face's conventions.
 
 Templates come with a model, perhaps from the hub, and run in Jinja's sandbox. The length of their
 output is bounded. Apart from that they are trusted like the model: the operator chose both. A

@@ -1,4 +1,4 @@
-"""From a stream of token ids to text, never cutting a character in two."""
+"""Turns a stream of token ids into text, never cutting a character in two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Encoding texts with a tokenizer of the `tokenizers` library.
+"""Encodes texts with a tokenizer of the `tokenizers` library.
 
 The library takes up to 400 bytes of memory for each byte of a text. So a long text is encoded in
 parts, if it is certain that no token lies on both sides of the places between them.

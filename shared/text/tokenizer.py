@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat templates, without torch.
+"""Turns text into token ids and back, and renders chat templates, without torch.
 
 The router and the offline `LLM` share it. It reads the files of a Hugging Face model directory:
 `tokenizer.json`, `tokenizer_config.json`, and the chat template.

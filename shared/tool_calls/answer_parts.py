@@ -1,4 +1,4 @@
-"""Which text of an answer stop strings are looked for in: all but its reasoning."""
+"""Finds the text of an answer in which stop strings count: all but its reasoning."""
 
 from __future__ import annotations
 

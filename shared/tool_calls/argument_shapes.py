@@ -1,4 +1,4 @@
-"""Which arguments a function's schema allows, for formats that write them one by one.
+"""Reads from a function's schema which arguments a call may have, one by one.
 
 References and `allOf` at the root are followed. Other keywords that apply to all arguments at once,
 such as `anyOf`, have no grammar in these formats: they are refused, or ignored if that is allowed.

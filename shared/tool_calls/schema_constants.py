@@ -1,4 +1,4 @@
-"""Where the values of a JSON schema may be `true`, `false` or `null`."""
+"""Finds where the values of a JSON schema may be `true`, `false` or `null`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the answers to one request with tools are parsed, and which grammar they follow.
+"""Decides how the answers to a request with tools are parsed, and which grammar they follow.
 
 The router and the offline `LLM` use it.
 """

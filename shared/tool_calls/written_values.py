@@ -1,4 +1,4 @@
-"""How values are written where a call shows no types, as in XML-like elements: by the schema.
+"""Turns values without a written type, as in XML-like elements, into JSON by their schema.
 
 Where the schema allows text, a value is text: `12345` is then a string, and so is `true`. There are
 two exceptions, of which the text would not say the same: the word `null` (`None` in the history of

@@ -1,4 +1,4 @@
-"""How clear the model's greedy choices are: the lead of the best token's logit over the next.
+"""Measures how clear the model's greedy choices are: the best logit's lead over the next.
 
 Two correct implementations differ by about 1e-4 in a logit, so a lead well above that means that
 they choose the same tokens.

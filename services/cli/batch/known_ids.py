@@ -1,4 +1,4 @@
-"""The custom ids of a batch, partly on disk if there are many."""
+"""Finds duplicates among the custom ids of a batch, partly on disk if there are many."""
 
 from __future__ import annotations
 

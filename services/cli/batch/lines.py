@@ -1,4 +1,4 @@
-"""The lines of OpenAI's batch files: requests in, answers out."""
+"""Types and parsers for the lines of OpenAI's batch files: requests in, answers out."""
 
 from __future__ import annotations
 

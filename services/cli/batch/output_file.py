@@ -1,4 +1,4 @@
-"""A batch's output file, which has only whole lines, even if a writing process was killed."""
+"""Writes a batch's output file, which has whole lines even if a writing process was killed."""
 
 from __future__ import annotations
 

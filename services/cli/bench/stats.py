@@ -1,4 +1,4 @@
-"""Sums over a bench's replies: samples, percentiles, goodput. No clock and no sockets."""
+"""Adds up a bench's replies: samples, percentiles, goodput. No clock and no sockets."""
 
 from __future__ import annotations
 

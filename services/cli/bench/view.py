@@ -1,4 +1,4 @@
-"""Output of a bench: a progress bar while it runs, a table of its results."""
+"""Shows a progress bar while a bench runs, then a table of its results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which workers computed an answer, in one line."""
+"""Describes in one line which workers computed an answer, and how long each took."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dashboard's document for `pagewire status` and `top`, and the numbers between two of them."""
+"""Fetches the dashboard's document for `pagewire status` and `top`, and compares two of them."""
 
 from __future__ import annotations
 

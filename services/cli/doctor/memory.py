@@ -1,4 +1,4 @@
-"""How much memory a new process could use."""
+"""Finds out how much memory a new process could use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport UCX has chosen: only libucp's human-readable output shows it."""
+"""Finds out which transport UCX has chosen: only libucp's human-readable output shows it."""
 
 from __future__ import annotations
 

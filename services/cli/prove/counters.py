@@ -1,4 +1,4 @@
-"""What the processes of the cluster count: read from their metrics."""
+"""Reads from their metrics what the processes of a proof's cluster count."""
 
 from __future__ import annotations
 

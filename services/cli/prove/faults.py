@@ -1,4 +1,4 @@
-"""The disturbed run: which faults there are, and when.
+"""Kills and freezes workers and corrupts KV at planned moments of the disturbed run.
 
 A byte of the first answer's KV is flipped on its way; the other answers begin afterwards. The
 decode worker that generates the first answer is frozen until its answers have moved to the other

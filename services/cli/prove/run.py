@@ -1,4 +1,4 @@
-"""A proof from its first process to its last: a cluster, a calm run, a disturbed run, judgement."""
+"""Runs a proof: starts a cluster, runs it calm, runs it disturbed, and judges the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a proof prints: both texts as they are streamed, the faults in between, the result."""
+"""Prints a proof: both texts as they are streamed, the faults in between, the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of a load a cluster carries: the highest factor at which it keeps its promise."""
+"""Searches for the highest load at which a simulated cluster keeps its promise."""
 
 from __future__ import annotations
 

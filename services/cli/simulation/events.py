@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their times; those of one time as they were set."""
+"""Runs events in virtual time, in the order of their times; equal times as they were set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated machine takes its time for: steps of the engine, KV transfer, the host.
+"""Prices of a simulated machine: times of the engine's steps, KV transfer and the host.
 
 A machine is a JSON file; this package has some, by name.
 """

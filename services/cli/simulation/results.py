@@ -1,4 +1,4 @@
-"""What became of the simulated requests: promises kept, rates, percentiles, cache hits."""
+"""Sums up simulated requests: promises kept, rates, percentiles, cache hits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Request traces as published with Mooncake: one JSON object a line.
+"""Reads request traces as published with Mooncake: one JSON object a line.
 
     {"timestamp": 27, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}
 

@@ -1,4 +1,4 @@
-"""Loads: requests, their contents and their times. Pure functions of a seed.
+"""Makes loads: requests, their contents and their times. Pure functions of a seed.
 
 A load is a list of conversations. An independent request is a conversation of one turn; a client
 that sends its next request when it has the answer is one of many turns. Contents are made of parts:

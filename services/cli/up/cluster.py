@@ -1,4 +1,4 @@
-"""A local cluster from its first process to its last."""
+"""Starts a local cluster of processes, waits until it is ready, and stops it."""
 
 from __future__ import annotations
 

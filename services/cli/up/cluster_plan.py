@@ -1,4 +1,4 @@
-"""Which processes a local cluster consists of: a pure function of options and machine."""
+"""Decides which processes a local cluster consists of, from options and machine alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The resources of this machine: cores, GPUs, a free port."""
+"""Looks up the resources of this machine: cores, GPUs, a free port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pagewire up` checks before the first process starts, besides its options."""
+"""Checks what `pagewire up` needs, besides its options, before the first process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One child process: its start, its captured output, its end."""
+"""Starts one child process, captures its output and ends it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the cluster comes up: one live line a child on a terminal, plain lines elsewhere."""
+"""Shows how the cluster comes up: one live line a child on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `pagewire up` prints once the cluster answers."""
+"""Prints the box with addresses and examples once the cluster answers."""
 
 from __future__ import annotations
 

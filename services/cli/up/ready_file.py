@@ -1,4 +1,4 @@
-"""A file that shows other programs that a cluster is ready, and its URL."""
+"""Writes a file that shows other programs that a cluster is ready, and its URL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster's own Redis: a real server on a private socket, or the one in the package."""
+"""Chooses the cluster's own Redis: a real server on a private socket, or the one in the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ports of a cluster's routers, and which program has one if it is taken."""
+"""Chooses the ports of a cluster's routers, and names the program that has a taken one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The directories of one run: logs, which are kept for a while, and a private temporary one."""
+"""Makes the directories of one run: logs, which are kept for a while, and a private one."""
 
 from __future__ import annotations
 

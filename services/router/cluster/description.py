@@ -1,4 +1,4 @@
-"""The router's view of its cluster, for `/cluster` on the operator port."""
+"""Describes a router's view of its cluster, for `/cluster` on the operator port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The workers and the other routers of a router's cluster."""
+"""Keeps track of the workers and the other routers of a router's cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a router that starts with its cluster waits for before `/ready` answers 200."""
+"""Decides when a router that starts with its cluster is ready, so that `/ready` answers 200."""
 
 from __future__ import annotations
 

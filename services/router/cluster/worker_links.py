@@ -1,4 +1,4 @@
-"""The router's connections to workers of a role: one to each run of each in the directory."""
+"""Keeps a router's control connections to the workers of a role, one for each worker's run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One document about a whole cluster: what this router knows, and the numbers of all routers.
+"""Makes one document about a whole cluster: its members, and the numbers of all routers.
 
 If routers share a socket, any of them may answer, and each counts only its own requests. The router
 that answers reads the others' numbers from their metrics ports, whose addresses are in their sealed

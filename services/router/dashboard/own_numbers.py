@@ -1,4 +1,4 @@
-"""A router's own numbers, for `/live` on its metrics port."""
+"""Answers `/live` on a router's metrics port with the router's own numbers."""
 
 from __future__ import annotations
 

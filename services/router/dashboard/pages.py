@@ -1,4 +1,4 @@
-"""The dashboard's addresses, below `/dashboard` on the operator port."""
+"""Serves the dashboard's files and data, below `/dashboard` on the operator port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last requests of a router, for the dashboard."""
+"""Keeps the last requests of a router, for the dashboard."""
 
 from __future__ import annotations
 

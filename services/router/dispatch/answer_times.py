@@ -1,4 +1,4 @@
-"""Where the time of one answer went, as the router and the answer's workers measured it.
+"""Times of the parts of one answer, as the router and the answer's workers measured them.
 
 Every number is a duration that one host measured, so that no two hosts' clocks are compared.
 """

@@ -1,4 +1,4 @@
-"""Requests in progress: sent to a decode worker, migrated to another if that one dies.
+"""Sends requests to decode workers, and moves them to others when one dies.
 
     open --> placed --Generate--> waiting --tokens--> running --finish reason--> ended
                ^                     |                   |

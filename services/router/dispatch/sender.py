@@ -1,4 +1,4 @@
-"""Who sent a request, as far as workers need to know."""
+"""The client that sent a request, as far as workers need to know it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's error object for everything that goes wrong, and its HTTP status.
+"""Maps every exception to OpenAI's error object and its HTTP status.
 
 Details go to the log; clients get no paths, addresses or tracebacks.
 """

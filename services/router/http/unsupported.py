@@ -1,4 +1,4 @@
-"""Fields of other servers' APIs that would change the answer and are not supported here.
+"""Refuses fields of other servers' APIs that would change the answer, unsupported here.
 
 If one of them were ignored, the client would get another answer than it asked for. So each is
 refused unless its value changes nothing. Fields that are not known at all are ignored. In chats and

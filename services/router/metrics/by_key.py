@@ -1,4 +1,4 @@
-"""Requests and tokens by the name of the API key that they came with."""
+"""Counts requests and tokens by the name of the API key that they came with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router's metrics: those that dashboards for vLLM know, and Pagewire's own."""
+"""Counts and times requests: metrics that dashboards for vLLM know, and Pagewire's own."""
 
 from __future__ import annotations
 

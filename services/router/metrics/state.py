@@ -1,4 +1,4 @@
-"""Gauges of the router's own state, read when `/metrics` is read."""
+"""Reports gauges of the router's own state whenever `/metrics` is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The addresses of all metrics, in the form that Prometheus' `http_sd_configs` reads.
+"""Lists the addresses of all metrics in the form that Prometheus' `http_sd_configs` reads.
 
 The label `instance` is the process's name, so that a series continues after a restart on another
 port. A router also has the label `router`, a worker the label `worker`.

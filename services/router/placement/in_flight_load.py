@@ -1,4 +1,4 @@
-"""How busy workers are, as far as this router knows.
+"""Adds up how busy workers are: what they report, and what was placed on them since.
 
 A worker's record shows the worker's load at the record's last renewal. A load report, which comes
 with tokens, is newer. The load that this router has placed since the newer of the two is added,

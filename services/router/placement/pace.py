@@ -1,4 +1,4 @@
-"""How many times as long as predicted a worker takes: a router learns it from first tokens.
+"""Learns from first tokens how many times as long as predicted a worker takes.
 
 Workers learn the prices of their steps themselves. But these may be wrong, or leave something out
 that takes time, and two workers' prices that err in opposite directions send prompts to the wrong

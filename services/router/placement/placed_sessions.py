@@ -1,4 +1,4 @@
-"""The sessions that a router has placed lately: a later turn of one has a home."""
+"""Remembers sessions that were placed lately, so that later turns go to the same worker."""
 
 from __future__ import annotations
 

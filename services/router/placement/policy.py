@@ -1,4 +1,4 @@
-"""Where a request goes by load and cached prefix: pure functions of what is known about workers.
+"""Places requests by load and cached prefix: pure functions of what is known about workers.
 
 `predicted.py` chooses by predicted times instead. Here, the cost of a prefill worker is the number
 of tokens that it computes before this prompt's first token: the queued tokens and the prompt's

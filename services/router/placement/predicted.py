@@ -1,4 +1,4 @@
-"""Where a request goes by predicted times: where its answer is soonest, and delays others least.
+"""Places requests by predicted times: where the answer is soonest and delays others least.
 
 A prompt is computed where its first token comes soonest: by the worker that will decode it, between
 the steps of the answers there, or by a prefill worker, whose KV has to be sent then. A prefill

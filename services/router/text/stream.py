@@ -1,4 +1,4 @@
-"""One answer as text: its tokens from the workers, its text from the assembler."""
+"""Turns the tokens of one answer, as workers send them, into text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a layer keeps of a checkpoint: parameters that a loader fills."""
+"""Parameters of a layer: the tensors that a checkpoint fills, and their names there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks of weights, which several dialects have."""
+"""Reads the size of weight blocks, a field that several dialects have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint are quantised: its files know best."""
+"""Finds which tensors of a checkpoint are quantised by looking at its files."""
 
 from __future__ import annotations
 

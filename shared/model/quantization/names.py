@@ -1,4 +1,4 @@
-"""Which projections the names and patterns of a config.json mean."""
+"""Matches the names and patterns of a config.json with projections of a model."""
 
 from __future__ import annotations
 

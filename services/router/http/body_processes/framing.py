@@ -1,4 +1,4 @@
-"""How messages are sent to a child process and back: each after its length.
+"""Sends messages to a child process and back, each after its length.
 
 It imports little, so that a process that tries grammars starts in a fifth of the CPU time.
 """

@@ -1,4 +1,4 @@
-"""Lets a few tasks run at once, and owners take turns."""
+"""Bounds how many tasks run at once, and lets owners take turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors in the form of a route: Anthropic's to clients of its API, OpenAI's to all others."""
+"""Writes errors in the form of a route: Anthropic's to clients of its API, else OpenAI's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading request bodies, noticing clients that leave, and sending streams."""
+"""Reads request bodies, notices clients that leave, and sends streams."""
 
 from __future__ import annotations
 

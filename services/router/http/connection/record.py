@@ -1,4 +1,4 @@
-"""What the router knows about one HTTP request, for the log line at its end."""
+"""Collects what the router knows about one HTTP request, for the log line at its end."""
 
 from __future__ import annotations
 

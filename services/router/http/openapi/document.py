@@ -1,4 +1,4 @@
-"""The OpenAPI document of the public routes, made from the types that bodies are decoded into.
+"""Makes the OpenAPI document of the public routes from the types that bodies are decoded into.
 
     struct --msgspec--> JSON Schema --here--> components of the document
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document at `/openapi.json`, and the page at `/docs`, by Swagger UI.
+"""Serves the OpenAPI document at `/openapi.json`, and Swagger UI's page at `/docs`.
 
 The page's files are in `docs/`, and Swagger UI's in the package `fastapi_offline`, so that nothing
 is loaded from elsewhere. Where requests need an API key, so does the document. The page, which says

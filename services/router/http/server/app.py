@@ -1,4 +1,4 @@
-"""The router as an ASGI application.
+"""Composes the router's ASGI application: routes, key check, log lines, errors.
 
 AccessLog > BrowserCheck > CORSMiddleware > KeyCheck > CutRequests > UnreadResponses > routes
 """

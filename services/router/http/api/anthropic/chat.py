@@ -1,4 +1,4 @@
-"""The conversation of a message request, as chats have it.
+"""Turns the messages of Anthropic's API into those of a chat.
 
 A tool's result becomes a message of its own, calls and reasoning become fields of an answer.
 """

@@ -1,4 +1,4 @@
-"""Parts of answers that could not be sent yet."""
+"""Holds the parts of answers that could not be sent yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A conversation that is to be answered, which each API makes of its body."""
+"""A conversation that is to be answered, in OpenAI's fields, whichever API it came by."""
 
 from __future__ import annotations
 

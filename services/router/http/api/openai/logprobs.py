@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's and vLLM's responses have them."""
+"""Writes log probabilities as OpenAI's and vLLM's responses have them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `timings` of a response, for a request that asks for them. All times are in milliseconds."""
+"""Fills in the `timings` of a response, in milliseconds, for requests that ask for them."""
 
 from __future__ import annotations
 

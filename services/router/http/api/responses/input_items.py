@@ -1,4 +1,4 @@
-"""The input of a stored response as OpenAI lists it: items with ids, page by page.
+"""Lists the input of a stored response as OpenAI does: items with ids, page by page.
 
 The input is the whole conversation before the answer, with earlier answers. An item without an id
 gets one that is derived from the item and its place in the conversation, so it is the same on every

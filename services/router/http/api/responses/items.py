@@ -1,4 +1,4 @@
-"""The items of a response's output, and the events of a stream that they make."""
+"""Makes the items of a response's output, and the events of its stream."""
 
 from __future__ import annotations
 

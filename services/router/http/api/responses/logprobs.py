@@ -1,4 +1,4 @@
-"""Which tokens of an answer a part of its text has."""
+"""Finds the tokens, with their log probabilities, that belong to a part of an answer's text."""
 
 from __future__ import annotations
 

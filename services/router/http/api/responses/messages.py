@@ -1,4 +1,4 @@
-"""Makes chat messages of a conversation's items."""
+"""Makes chat messages of the items of a Responses conversation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Responses that clients may continue: in Redis, for an hour, within a bound in bytes.
+"""Stores responses that clients may continue: in Redis, for an hour, within a bound in bytes.
 
     pagewire:<tag>:r:<id>    a `StoredResponse` as JSON, with a seal
     pagewire:<tag>:rs:<holder>
