@@ -45,7 +45,7 @@ from pagewire.kernels.fp8_numbers import UNSCALED, Fp8Weights, KvScales
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.sampling_signatures import (
     EnterTokens,
-    NoteTokens,
+    RecordTokens,
     Sample,
     ShapeLogits,
     TokenLogprobs,
@@ -331,7 +331,7 @@ class Ops:
     four_bit_experts: FourBitExperts
     shape_logits: ShapeLogits
     enter_tokens: EnterTokens
-    note_tokens: NoteTokens
+    record_tokens: RecordTokens
     sample: Sample
     token_logprobs: TokenLogprobs
     pack_blocks: PackBlocks
@@ -347,7 +347,7 @@ _MODULE_OF_OP = {name: name for name in OP_NAMES} | {
     "unpack_blocks": "kv_pack",
     "gelu_and_mul": "silu_and_mul",
     "enter_tokens": "token_counts",
-    "note_tokens": "token_counts",
+    "record_tokens": "token_counts",
     "sample": "sampling",
 }
 

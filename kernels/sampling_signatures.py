@@ -59,7 +59,7 @@ class EnterTokens(Protocol):
     ) -> None: ...
 
 
-class NoteTokens(Protocol):
+class RecordTokens(Protocol):
     """Count a new output of each device slot, and add it to its history, if its row needs this.
 
     A device slot may occur several times only if its row does not need it. An id beyond the

@@ -66,7 +66,7 @@ def _enter_kernel(
     do_not_specialize=["count"],
     do_not_specialize_on_alignment=["tokens_ptr", "slots_ptr", "positions_ptr"],
 )
-def _note_kernel(
+def _record_kernel(
     tokens_ptr,
     slots_ptr,
     positions_ptr,
@@ -121,17 +121,17 @@ def enter_tokens(
         )  # fmt: skip
 
 
-def note_tokens(
+def record_tokens(
     tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Add an output token to the counts and history of each device slot.
 
-    Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
+    Shapes and meaning are those of `pagewire.kernels.RecordTokens`.
     """
     count = tokens.shape[0]
     if count:
         size = 128
-        _note_kernel[(-(-count // size),)](
+        _record_kernel[(-(-count // size),)](
             tokens, slots, positions, tables.rows, tables.seen, tables.counts, count,
             tables.vocab_size, tables.seen.shape[1], SIZE=size, num_warps=4,
         )  # fmt: skip

@@ -228,20 +228,20 @@ def _shape_logits(rows: int, kind: str) -> BenchCase:
     )
 
 
-def _note_tokens(rows: int) -> BenchCase:
+def _record_tokens(rows: int) -> BenchCase:
     logits = torch.zeros(rows, VOCABULARY, device="cuda", dtype=DTYPE)
     x = shaping_inputs(logits, [SHAPING["penalties"]] * rows)
     tokens = torch.randint(VOCABULARY, (rows,), device="cuda")
 
     def run(ops: Ops, tables: ShapingTables) -> tuple[torch.Tensor, ...]:
-        ops.note_tokens(tables, tokens, x.slots, x.positions)
+        ops.record_tokens(tables, tokens, x.slots, x.positions)
         return tables.counts, tables.seen, tables.rows
 
     def check(ops: Ops) -> tuple[torch.Tensor, ...]:
         return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
 
     call = partial(run, tables=x.tables)
-    return BenchCase("note_tokens", f"{rows} rows", call, 16.0 * rows, check=check, exact=True)
+    return BenchCase("record_tokens", f"{rows} rows", call, 16.0 * rows, check=check, exact=True)
 
 
 def _sampling_step(rows: int, kind: str | None) -> BenchCase:
@@ -257,7 +257,7 @@ def _sampling_step(rows: int, kind: str | None) -> BenchCase:
             return (ops.sample(logits, *sampling),)
         shaped = ops.shape_logits(*x)
         tokens = ops.sample(shaped, *sampling)
-        ops.note_tokens(noted, tokens, x.slots, x.positions)
+        ops.record_tokens(noted, tokens, x.slots, x.positions)
         return (tokens,)
 
     shape = f"{rows} rows, top-p 0.9" + (f", {kind}" if kind else "")
@@ -365,7 +365,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING
     ),
     "enter_tokens": lambda: (_enter_tokens(length) for length in (100, 8192, 131072)),
-    "note_tokens": lambda: (_note_tokens(rows) for rows in (1, 256)),
+    "record_tokens": lambda: (_record_tokens(rows) for rows in (1, 256)),
     "sample": lambda: (case for rows in (1, 64, 256) for case in _samples(rows)),
     "sampling_step": lambda: (
         _sampling_step(rows, kind) for rows in (64, 256) for kind in (None, *SHAPING)

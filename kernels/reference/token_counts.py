@@ -30,12 +30,12 @@ def enter_tokens(
         tables.counts[slot] = torch.bincount(output, minlength=vocab_size)
 
 
-def note_tokens(
+def record_tokens(
     tables: ShapingTables, tokens: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
     """Add an output token to the records of each device slot.
 
-    Shapes and meaning are those of `pagewire.kernels.NoteTokens`.
+    Shapes and meaning are those of `pagewire.kernels.RecordTokens`.
     """
     is_noted = (tables.rows[slots, layout.FLAGS] & layout.IS_NOTED) != 0
     slots, tokens, positions = slots[is_noted], tokens[is_noted], positions[is_noted]

@@ -95,13 +95,13 @@ class Player:
         sent, start = SentRequest(request), time.monotonic()
         limit = self.timeout_s * REQUEST_TIMEOUTS if request.stay_s is None else request.stay_s
 
-        def note_arrival(_text: str) -> None:
+        def record_arrival(_text: str) -> None:
             sent.times.append(time.monotonic() - start)
 
         try:
             async with asyncio.timeout(limit):
                 reply = await self.client.stream(
-                    COMPLETIONS, prepared.body, {"ignore_eos": True}, note_arrival
+                    COMPLETIONS, prepared.body, {"ignore_eos": True}, record_arrival
                 )
         except TimeoutError:
             sent.status = "failed" if request.stay_s is None else "left"

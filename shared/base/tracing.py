@@ -48,7 +48,7 @@ class TracedSpan:
             f"00-{context.trace_id:032x}-{context.span_id:016x}-{int(context.trace_flags):02x}"
         )
 
-    def note_child(self, name: str, duration_s: float, attributes: Attributes) -> None:
+    def record_child(self, name: str, duration_s: float, attributes: Attributes) -> None:
         """Add a child span of this duration, in seconds, that ends now."""
         child = self._tracing.start(name, self.trace, ago_s=duration_s)
         if child is not None:

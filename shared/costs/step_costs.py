@@ -63,7 +63,7 @@ class _Kind:
     outliers: int = 0
     equations: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
 
-    def note_error(self, expected: float, seconds: float) -> None:
+    def record_error(self, expected: float, seconds: float) -> None:
         """Take a prediction into account that was made before the step."""
         if expected <= 0 or seconds <= 0:
             return
@@ -143,7 +143,7 @@ class StepCosts:
         if work.tokens:
             self.largest = max(self.largest, work.tokens)
             self._end_run()
-            self._prompts.note_error(expected, seconds)
+            self._prompts.record_error(expected, seconds)
             self._learn(self._prompts, self._decodes, work, seconds, 1)
             return
         run = self._run
@@ -151,7 +151,7 @@ class StepCosts:
             self._end_run()
         if not run:
             self._run_work = work
-            self._decodes.note_error(expected, seconds)
+            self._decodes.record_error(expected, seconds)
         run.append(seconds)
         if len(run) >= MOST_EQUAL_STEPS or self._decodes.steps < BELIEVED_STEPS:
             self._end_run()

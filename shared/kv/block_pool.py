@@ -164,7 +164,7 @@ class BlockPool:
                 block = self._free.pop()
             else:
                 while not self._cached and self.num_retained:
-                    self._give_up(self._retention.make_way())
+                    self._give_up(self._retention.release_oldest())
                 block, _none = self._cached.popitem(last=False)
                 self._unregister(block, evicted)
             self._refs[block] = 1

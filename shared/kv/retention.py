@@ -132,7 +132,7 @@ class Retention:
         self._next_expiry_s = max(min(ends, default=float("inf")), now_s + EXPIRY_INTERVAL_S)
         return dropped
 
-    def make_way(self) -> list[int]:
+    def release_oldest(self) -> list[int]:
         """Give up the oldest session of the owner that retains most; nothing if there is none."""
         if not self._owners:
             return []

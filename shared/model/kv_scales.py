@@ -32,7 +32,7 @@ def has_kv_scales(checkpoint: list[WeightsFile]) -> bool:
     return any(_NAME.fullmatch(name) for file in checkpoint for name in file.tensors)
 
 
-def take_kv_scales(
+def separate_kv_scales(
     checkpoint: list[WeightsFile], num_layers: int
 ) -> tuple[list[WeightsFile], tuple[KvScales, ...]]:
     """Return the files without scales of keys and values, and each layer's scales.

@@ -17,7 +17,7 @@ from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import EXPONENT_BIAS
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
-from pagewire.shared.model.kv_scales import has_kv_scales, take_kv_scales
+from pagewire.shared.model.kv_scales import has_kv_scales, separate_kv_scales
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.layers.fp8 import E4M3
@@ -98,7 +98,7 @@ def load_model(
             for them, or this number of ranks cannot share the model; one line.
     """
     positions = max_positions or config.max_position_embeddings
-    _note_long_factors(config, positions)
+    _warn_of_long_factors(config, positions)
     checkpoint: list[WeightsFile] = []
     stacked = False
     fills: dict[str, TensorCopy] = {}
@@ -136,7 +136,7 @@ def _find_checkpoint(
     checkpoint, quantization = settle_formats(config.quantization, checkpoint)
     config = dataclasses.replace(config, quantization=quantization)
     if config.kv_dtype is not None:
-        checkpoint, scales = take_kv_scales(checkpoint, config.num_layers)
+        checkpoint, scales = separate_kv_scales(checkpoint, config.num_layers)
         config = dataclasses.replace(config, kv_scales=scales)
     elif has_kv_scales(checkpoint):
         logger.info(
@@ -160,7 +160,7 @@ def _naming_memory(config: ModelConfig, device: torch.device, dtype: torch.dtype
         ) from exc
 
 
-def _note_long_factors(config: ModelConfig, positions: int) -> None:
+def _warn_of_long_factors(config: ModelConfig, positions: int) -> None:
     if config.rope.is_long(positions):
         original = config.rope.original_max_position_embeddings
         logger.warning(

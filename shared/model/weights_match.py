@@ -59,7 +59,7 @@ class WeightsMatch:
                 named = ", ".join(names[:MOST_NAMED]) + more
                 yield f"{count} tensor{'s are' if count > 1 else ' is'} {kind} ({named})"
 
-    def take(self, name: str, file: WeightsFile, expected: Expected | None) -> None:
+    def record(self, name: str, file: WeightsFile, expected: Expected | None) -> None:
         """Record a tensor of a file; `expected` is None if the model has none of this name."""
         entry = file.tensors[name]
         if expected is None:
@@ -76,7 +76,7 @@ class WeightsMatch:
             shape, right = list(entry.shape), list(expected.shape)
             self._wrong[_SHAPE].append(f"{name} has {shape}, not {right}")
 
-    def note_missing(self, names: Iterator[str]) -> None:
+    def record_missing(self, names: Iterator[str]) -> None:
         """Record the tensors of the model that no file has."""
         self._wrong[_MISSING] += [name for name in names if name not in self.holders]
 
@@ -113,8 +113,8 @@ def match_weights(
             if name not in expected and ignored:
                 matched.ignored[ignored[0]] += 1
             elif name in expected or not (name in surplus or _DERIVED.fullmatch(name)):
-                matched.take(name, file, expected.get(name))
-    matched.note_missing(iter(expected))
+                matched.record(name, file, expected.get(name))
+    matched.record_missing(iter(expected))
     complaints = "; ".join(matched.complaints())
     if complaints:
         folder = _folder(checkpoint)

@@ -84,7 +84,7 @@ class ChatSyntax:
         opened = form is not None and form.tags_alone and text.endswith(form.answer_open)
         return "answer" if opened else "outside"
 
-    def goes_on(self, text: str) -> Begins:
+    def begins_after(self, text: str) -> Begins:
         """Return where an answer begins that continues a text."""
         form = self.reasoning
         if form is not None and form.has_channels:

@@ -44,7 +44,7 @@ def answer_parsing(
         return None
     begins = None
     if syntax.reasoning is not None and continued is not None:
-        begins = syntax.goes_on(continued)
+        begins = syntax.begins_after(continued)
     elif syntax.reasoning is not None:
         end = tokenizer.decode(token_ids[-PROMPT_END_TOKENS:], skip_special_tokens=False)
         begins = syntax.begins(end)

@@ -74,7 +74,7 @@ class DecodeRequest:
                 "pagewire.segments": self.timings.segments,
                 "pagewire.carrier": self.timings.carrier or "",
             }
-            self.span.note_child("transfer", self.timings.arriving_s, about)
+            self.span.record_child("transfer", self.timings.arriving_s, about)
 
     def end_span(self, reason: str, error: str | None = None) -> None:
         """End the request's span, if it is traced."""

@@ -251,7 +251,7 @@ def test_noted_tokens_are_those_that_would_have_been_entered(backend, request, d
     slots = torch.tensor([2, 1], device=device)
     for index, token in enumerate(output):
         at = torch.tensor([9, len(prompt) + index], device=device)
-        ops.note_tokens(noted, torch.tensor([8, token], device=device), slots, at)
+        ops.record_tokens(noted, torch.tensor([8, token], device=device), slots, at)
     whole = ShapingRow(3, bad_words=bad_words, frequency=1.0, output=output)
     assert noted.rows[1].tolist() == whole.words().tolist()
     assert noted.counts[1].tolist() == [output.count(token) for token in range(vocab)]

@@ -131,7 +131,7 @@ def test_noted_tokens_are_counted_if_they_are_known(ops, device):
     output = [3, *FAR, 69]
     for position, token in enumerate(output, start=2):
         at = [torch.tensor([value], device=device) for value in (token, 1, position)]
-        ops.note_tokens(tables, *at)
+        ops.record_tokens(tables, *at)
     assert tables.seen[1].tolist() == pack_bits([3, 69], VOCAB).tolist()
     assert tables.counts[1].tolist() == [int(token in (3, 69)) for token in range(VOCAB)]
     # Of the history, which is compared and is no index, unknown tokens are a part.

@@ -228,7 +228,7 @@ def _others(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[Any]]
     tokens = torch.zeros(2, dtype=torch.int64)
     slots, rows = shaping.slots, shaping.positions
     yield "enter_tokens", ops.enter_tokens, [shaping.tables, slots, slots, slots, tokens, 2]
-    yield "note_tokens", ops.note_tokens, [shaping.tables, tokens, slots, rows]
+    yield "record_tokens", ops.record_tokens, [shaping.tables, tokens, slots, rows]
     yield "sample", ops.sample, list(sampling_inputs(logits))
     yield "token_logprobs", ops.token_logprobs, [logits, rows, tokens, 20]
     pool, copy_list = torch.empty(8, 4096, dtype=dtype), make_copy_list(range(4), 1)

@@ -54,7 +54,7 @@ class Growing:
         def draw(ops: Ops, tables: ShapingTables) -> torch.Tensor:
             shaped = ops.shape_logits(logits, x.slots, x.positions, tables, x.masks, x.mask_of_row)
             tokens = ops.sample(shaped, *sampling)
-            ops.note_tokens(tables, tokens, x.slots, x.positions)
+            ops.record_tokens(tables, tokens, x.slots, x.positions)
             return tokens
 
         run = _captured(lambda: draw(kernels, x.tables), self.device)

@@ -105,7 +105,7 @@ def _cut(rows: list[RowT], room: int, rank: Callable[[RowT], tuple[float, ...]])
     return rows if len(rows) <= room else sorted(rows, key=rank)[: max(0, room - 1)]
 
 
-def _note_rest(table: Table, num_hidden: int) -> None:
+def _add_rest_line(table: Table, num_hidden: int) -> None:
     if num_hidden:
         table.add_row(Text(f"and {num_hidden:,} more", style="dim"))
 
@@ -145,7 +145,7 @@ def _workers(services: list[Service], room: int) -> Table:
             used = f"{shares[0]:.0%}"
         state = state_cell(each.state)
         table.add_row(cell(each.id), cell(each.role), state, *map(count, counts), bar, used)
-    _note_rest(table, len(services) - len(visible))
+    _add_rest_line(table, len(services) - len(visible))
     return table
 
 
@@ -168,7 +168,7 @@ def _links(before: Snapshot, now: Snapshot, links: list[tuple[Service, Link]], r
         rate = None if moved is None or span <= 0 else moved / span
         names = map(cell, (link.peer, each.id, link.transport))
         table.add_row(*names, f"{_bytes(rate)}/s", _bytes(link.bytes))
-    _note_rest(table, len(links) - len(visible))
+    _add_rest_line(table, len(links) - len(visible))
     return table
 
 

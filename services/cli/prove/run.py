@@ -82,7 +82,7 @@ async def run_proof(device: str, log_dir: Path, view: View) -> Proof:
                 proof.is_complete, proof.total_s = True, time.monotonic() - began
                 view.result(proof.lines, proof.total_s)
             finally:
-                supervisor.hurry()  # nobody waits for an answer any more
+                supervisor.end_grace_period()  # nobody waits for an answer any more
 
         await run_cluster(context, work)
     return proof

@@ -194,7 +194,7 @@ class SimulatedCluster:
         prefill_load = placement.prefill_load(prompt, computing)
         expected_s = placement.expected_s.get(computing)
         request.prefill_load = router.in_flight.add(computing, prefill_load, expected_s)
-        router.note_sent(prompt, {decode.name, computing})
+        router.record_sent(prompt, {decode.name, computing})
         add = partial(self._add, request, decode)
         self.events.after(self.machine.host.start_ms * 1e-3, lambda: decode.submit(add))
 
@@ -222,7 +222,7 @@ class SimulatedCluster:
     ) -> None:
         """Handle a prefill worker's first token, which the router has now."""
         request.end_prompt(prefill.name)
-        request.router.in_flight.note_report(prefill.name, report)
+        request.router.in_flight.record_report(prefill.name, report)
 
     def _on_outputs(self, decode: SimulatedWorker, outputs: StepOutputs) -> None:
         """Send a step's tokens to their routers and clients, or to who asked for a job."""
@@ -261,7 +261,7 @@ class SimulatedCluster:
         for router in self.routers:
             is_running = self._streams.get((decode.name, router.number), 0) > 0
             if is_running or any(output.router is router for output in special):
-                router.in_flight.note_report(decode.name, report)
+                router.in_flight.record_report(decode.name, report)
         for request in special:
             request.end_prompt(decode.name)
             if request.answer.outcome == "ok":

@@ -212,7 +212,7 @@ class SimulatedRouter:
         pace = self.in_flight.pace(worker.name)
         return Candidate(worker.name, load, self._forecasts.get(worker.name), pace=pace)
 
-    def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
+    def record_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish which workers compute a prompt, and their load."""
         self._sessions.add(prompt.session)
         if prompt.hashes is None:

@@ -325,7 +325,7 @@ def _stop_on_signals(
 
     def on_signal() -> None:
         if stop.is_set():
-            supervisor.hurry()
+            supervisor.end_grace_period()
         else:
             stop.set()
             limit = f"{context.drain_timeout_s:g} s"

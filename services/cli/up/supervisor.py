@@ -197,7 +197,7 @@ class Supervisor:
         """Change how the child of that name is run, from its next start on."""
         self._statuses[spec.name].spec = spec
 
-    def hurry(self) -> None:
+    def end_grace_period(self) -> None:
         """End the grace period of children that are stopping."""
         self._hurry.set()
 

@@ -137,7 +137,7 @@ class Attempt:
             self._unload()
         if output.prefill_worker is not None and output.prefill_load is not None:
             self.prefilled_by = output.prefill_worker
-            self.in_flight.note_report(output.prefill_worker, output.prefill_load)
+            self.in_flight.record_report(output.prefill_worker, output.prefill_load)
         try:
             self.sink(output, now)
         except Exception as exc:  # noqa: BLE001 - any: `outcome` returns it

@@ -171,7 +171,7 @@ class TokenStream:
             return
         reason = output.finish_reason
         if output.token_ids and not self._output_ids:
-            self._ticket.note_tokens()
+            self._ticket.mark_running()
         if reason == "abort" and self._attempt is not None:
             self._attempt.on_lost("the worker aborted the request")
             return
@@ -341,7 +341,7 @@ class TokenStream:
                 placement.expected_s.get(computing),
             ),
         )
-        self._dispatcher.selector.note_sent(prompt, {link.worker_id, computing})
+        self._dispatcher.selector.record_sent(prompt, {link.worker_id, computing})
         self._others = []
         self._sent_at = self._sent_at or sent_at
         for other, fork in zip(others, forks, strict=True):

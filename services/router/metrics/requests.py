@@ -123,7 +123,7 @@ class RouterMetrics:
         """Return what the meters of a prompt's answers share."""
         return AnswerLengths(self.longest_answer, count)
 
-    def note_end(self, reason: FinishReason, *, has_begun: bool) -> None:
+    def record_end(self, reason: FinishReason, *, has_begun: bool) -> None:
         """Count an answer that has ended, with tokens or without."""
         self.finished[reason].inc()
         if reason == "error" and has_begun:
@@ -260,7 +260,7 @@ class RequestMeter:
         if self._ended:
             return
         self._ended = True
-        self.metrics.note_end(reason, has_begun=self.num_tokens > 0)
+        self.metrics.record_end(reason, has_begun=self.num_tokens > 0)
         if self.timings is not None:
             self.metrics.queue_time.observe(self.timings.queue_s)
             self.metrics.prefill_time.observe(self.timings.prefill_s)

@@ -22,7 +22,7 @@ class AdmissionTicket:
         self._is_running = False
         self._is_held = True
 
-    def note_tokens(self) -> None:
+    def mark_running(self) -> None:
         """Count the sequence as running: its first token has arrived. Idempotent."""
         if self._is_held and not self._is_running:
             self._is_running = True
@@ -34,7 +34,7 @@ class AdmissionTicket:
         if not self._is_held:
             return
         self._is_held = False
-        self._admission.let_go(self._owner)
+        self._admission.release_place(self._owner)
         if self._is_running:
             self._admission.num_running -= 1
         else:
@@ -129,7 +129,7 @@ class Admission:
             yield
         finally:
             self.num_reading -= 1
-            self.let_go(owner)
+            self.release_place(owner)
 
     def enter(self, count: int, owner: str | None = None) -> list[AdmissionTicket]:
         """Admit sequences of an owner, all or none.
@@ -149,7 +149,7 @@ class Admission:
         self._held[owner] += count
         return [AdmissionTicket(self, owner) for _ in range(count)]
 
-    def let_go(self, owner: str | None) -> None:
+    def release_place(self, owner: str | None) -> None:
         """Stop counting a sequence, or a request whose body is being read, for its owner."""
         self._held[owner] -= 1
         if not self._held[owner]:

@@ -94,7 +94,7 @@ class InFlightLoad:
         pace = self._paces.get(worker_id)
         return 1.0 if pace is None else pace.factor(self._clock())
 
-    def note_report(self, worker_id: str, report: LoadReport) -> None:
+    def record_report(self, worker_id: str, report: LoadReport) -> None:
         """Keep a worker's report, unless a newer one is known."""
         known = self._reports.get(worker_id)
         if known is None or _is_newer(report, known.report):

@@ -214,7 +214,7 @@ class WorkerSelector:
 
         return [candidate(each) for each in records]
 
-    def note_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
+    def record_sent(self, prompt: Prompt, worker_ids: Collection[str]) -> None:
         """Publish, for this and other routers, which workers compute a prompt, and their load.
 
         So a burst of equal prefixes goes to the worker that computes the first of them.

@@ -182,7 +182,7 @@ class SamplingStage:
             )
         tokens = self.ops.sample(logits, positions=positions, **state.sampling(slots))
         if shaped:
-            self.ops.note_tokens(tables, tokens, slots, positions)
+            self.ops.record_tokens(tables, tokens, slots, positions)
         state.last_token.index_copy_(0, slots, tokens)
         state.position.index_copy_(0, slots, positions)
         return Sampled(tokens, rows.logits)

@@ -112,7 +112,7 @@ class ShapingState:
         if news:
             columns = [[put.token, put.slot, put.position] for put in news]
             tokens, slots, positions = self._upload(np.array(columns, np.int64).T.copy())
-            self.ops.note_tokens(self.tables, tokens, slots, positions)
+            self.ops.record_tokens(self.tables, tokens, slots, positions)
 
     def _upload(self, values: Sequence[int] | npt.NDArray[np.generic]) -> torch.Tensor:
         """Copy integers to the device without waiting."""

@@ -61,7 +61,7 @@ class FourBitExperts:
         yield from shape.bias_targets(self.gate_up.bias, self.down.bias)
 
     def finish(self) -> None:
-        """Do nothing: MXFP4 is stored as a checkpoint has it, and `take` fills INT4."""
+        """Do nothing: MXFP4 is stored as a checkpoint has it, and `fill_from` fills INT4."""
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales and what else there is."""
@@ -69,7 +69,7 @@ class FourBitExperts:
             if isinstance(each, torch.Tensor):
                 yield each
 
-    def take(self, source: Int4ExpertTensors) -> None:
+    def fill_from(self, source: Int4ExpertTensors) -> None:
         """Keep what a checkpoint's tensors in INT4 hold.
 
         Raises:

@@ -214,7 +214,7 @@ class Fp8Linear:
         matrix = self._matrix
         return dequantised(Fp8Weights(matrix.weight, matrix.scale, matrix.block))
 
-    def take(self, source: Unquantized) -> None:
+    def fill_from(self, source: Unquantized) -> None:
         """Quantise another method's weights, with a scale for each row."""
         self._matrix.fill(source.weight)
         if self.bias is not None and source.bias is not None:

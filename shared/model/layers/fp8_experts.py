@@ -106,7 +106,7 @@ class Fp8Experts:
             if isinstance(each, torch.Tensor):
                 yield each
 
-    def take(self, source: UnquantizedExperts) -> None:
+    def fill_from(self, source: UnquantizedExperts) -> None:
         """Quantise another method's weights, with a scale for each row."""
         for weights, numbers, bias in (
             (self._gate_up, source.gate_up, source.gate_up_bias),

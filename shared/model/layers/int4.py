@@ -237,9 +237,9 @@ class Int4Linear:
         yield from ()
 
     def finish(self) -> None:
-        """Do nothing: `take` fills the parameters."""
+        """Do nothing: `fill_from` fills the parameters."""
 
-    def take(self, source: Int4Tensors) -> None:
+    def fill_from(self, source: Int4Tensors) -> None:
         """Keep what a checkpoint's tensors hold, in pairs."""
         numbers = source.numbers()
         pack_pairs(numbers.numbers, self._pairs)

@@ -180,7 +180,7 @@ class Unquantized:
         """Return the weight, which needs no conversion."""
         return self.weight
 
-    def take(self, source: HasMatrix) -> None:
+    def fill_from(self, source: HasMatrix) -> None:
         """Take what the weights of another method, without a bias, stand for."""
         self.weight.copy_(source.matrix())
 

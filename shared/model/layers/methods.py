@@ -91,13 +91,15 @@ class MethodFactory:
             linear.use(self._unquantised(shape))
         elif shape.is_matrix:  # kept in the model's dtype
             method = self._unquantised(shape)
-            linear.use(method, Conversion(partial(self._stored, shape, format), method.take))
+            linear.use(method, Conversion(partial(self._stored, shape, format), method.fill_from))
         elif isinstance(format, Int4Format):
             packed = Int4Linear(shape, format, self._ops, self._device, self._dtype_of(shape))
-            linear.use(packed, Conversion(partial(self._stored, shape, format), packed.take))
+            linear.use(packed, Conversion(partial(self._stored, shape, format), packed.fill_from))
         elif self._is_converted:
             quantised = self._fp8(shape, format)
-            linear.use(quantised, Conversion(partial(self._unquantised, shape), quantised.take))
+            linear.use(
+                quantised, Conversion(partial(self._unquantised, shape), quantised.fill_from)
+            )
         else:
             linear.use(self._fp8(shape, format))
 
@@ -161,7 +163,7 @@ class MethodFactory:
         elif quantization.while_loading and isinstance(chosen, Fp8Format):
             plain = partial(self._unquantised_experts, shape)
             method = Fp8Experts(shape, chosen, self._ops, self._device, self._dtype)
-            experts.use(method, Conversion(plain, method.take))
+            experts.use(method, Conversion(plain, method.fill_from))
         elif not shape.each:
             raise ModelLoadError(
                 f"{names[0]}: experts in {chosen.name.upper()} must have one tensor each, such as "
@@ -170,7 +172,7 @@ class MethodFactory:
         elif isinstance(chosen, Int4Format):
             packed = int4_experts(shape, chosen, self._ops, self._device)
             source = partial(Int4ExpertTensors, shape, chosen, self._device, self._dtype)
-            experts.use(packed, Conversion(source, packed.take))
+            experts.use(packed, Conversion(source, packed.fill_from))
         else:
             experts.use(Fp8Experts(shape, chosen, self._ops, self._device, self._dtype))
 

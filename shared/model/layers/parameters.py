@@ -111,11 +111,11 @@ class Conversion:
 
     Attributes:
         source: makes a method of the format that the checkpoint has.
-        take: fills the method's own parameters from it.
+        fill: fills the method's own parameters from it.
     """
 
     source: Callable[[], Any]
-    take: Callable[[Any], None]
+    fill: Callable[[Any], None]
 
 
 class WithMethod(Generic[MethodT]):
@@ -148,7 +148,7 @@ class WithMethod(Generic[MethodT]):
             self.method.finish()
         else:
             self._filled.finish()
-            self._conversion.take(self._filled)
+            self._conversion.fill(self._filled)
             self._filled = None
 
     def stored(self) -> Iterator[torch.Tensor]:

@@ -181,7 +181,7 @@ def test_a_session_has_a_home_from_its_second_turn_on(redis):
         for has_home in (False, True, True):
             placement, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(), 5)
             assert prompt.has_home is has_home
-            selector.note_sent(prompt, {placement.decode_workers[0]})
+            selector.record_sent(prompt, {placement.decode_workers[0]})
         _, prompt = await selector.place([1] * 40, frozenset(), RequestSpec(), 6)
         assert not prompt.has_home
 

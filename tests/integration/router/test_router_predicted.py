@@ -56,7 +56,7 @@ def test_a_prompt_is_computed_where_its_first_token_is_predicted_to_come_soonest
         for room, expected in ((512, []), (1, ["prefill-0"])):
             report = LoadReport(1, 10_000 - room, Load(rows=1, room=room))
             in_flight.forget("decode-0")
-            in_flight.note_report("decode-0", report)
+            in_flight.record_report("decode-0", report)
             assert (await cluster.ask([3 + room] * 200))[1] == expected
 
     with_cluster(redis, scenario, decodes=1, prefills=1, policy="predicted")

@@ -100,9 +100,9 @@ class RetentionMachine(RuleBasedStateMachine):
         self.check_dropped(dropped, before)
 
     @rule()
-    def make_way(self) -> None:
+    def release_oldest(self) -> None:
         before = self.blocks()
-        dropped = self.retention.make_way()
+        dropped = self.retention.release_oldest()
         if self.told:
             owner = max(self.told, key=lambda owner: len(self.told[owner].blocks))
             self.told[owner].forget_oldest()
@@ -190,7 +190,7 @@ def test_the_owner_with_most_gives_way_however_long_it_wants_to_retain() -> None
     retention = Retention(8)
     retain(retention, (1, 2, 3), owner="large", seconds=86400)
     retain(retention, (4,), owner="small")
-    assert retention.make_way() == [3, 2, 1]
+    assert retention.release_oldest() == [3, 2, 1]
     assert 4 in retention
 
 
@@ -204,7 +204,7 @@ def test_what_two_owners_retain_is_given_up_by_the_last_of_them() -> None:
 
 def test_nothing_gives_way_where_nothing_is_retained() -> None:
     retention = Retention(3)
-    assert retention.make_way() == retention.expire(1e4) == []
+    assert retention.release_oldest() == retention.expire(1e4) == []
     assert len(retention) == 0
 
 

@@ -15,11 +15,11 @@ def test_a_place_is_counted_once_from_entry_to_leaving() -> None:
     first, second = admission.enter(2)
     assert counts(admission) == (0, 2, 0)
     for _ in range(2):
-        first.note_tokens()
+        first.mark_running()
         assert counts(admission) == (0, 1, 1)
     for _ in range(2):
         first.leave()
-        first.note_tokens()
+        first.mark_running()
         assert counts(admission) == (0, 1, 0)
     second.leave()
     assert counts(admission) == (0, 0, 0)

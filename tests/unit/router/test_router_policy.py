@@ -252,10 +252,10 @@ def test_what_a_worker_reports_with_tokens_replaces_an_older_record():
     clock = Clock()
     in_flight = InFlightLoad(settle_s=2, clock=clock)
     record = LoadReport(1, 100, Load(9))
-    in_flight.note_report("w0", LoadReport(1, 120, Load(3)))
+    in_flight.record_report("w0", LoadReport(1, 120, Load(3)))
     assert in_flight.load("w0", record).blocks == 3
     assert in_flight.load("w0", record, records_arrive=False).blocks == 3
-    in_flight.note_report("w0", LoadReport(1, 110, Load(50)))  # came by a longer way
+    in_flight.record_report("w0", LoadReport(1, 110, Load(50)))  # came by a longer way
     assert in_flight.load("w0", record).blocks == 3
     assert in_flight.load("w0", LoadReport(1, 130, Load(7))).blocks == 7
     assert in_flight.load("w0", LoadReport(2, 1, Load(8))).blocks == 8, (
@@ -272,12 +272,12 @@ def test_what_was_placed_before_a_report_is_part_of_it(records_arrive):
     in_flight.add("w0", Load(5))
     clock.now = 1.0
     in_flight.add("w0", Load(7))
-    in_flight.note_report("w0", LoadReport(1, 1, Load(100)))
+    in_flight.record_report("w0", LoadReport(1, 1, Load(100)))
     assert in_flight.load("w0", RECORD, records_arrive).blocks == 107, (
         "the newest is still on its way"
     )
     clock.now = 1.2
-    in_flight.note_report("w0", LoadReport(1, 2, Load(100)))
+    in_flight.record_report("w0", LoadReport(1, 2, Load(100)))
     assert in_flight.load("w0", RECORD, records_arrive).blocks == 100
     assert in_flight.recently_placed("w0").blocks == 0
     clock.now = 1.3
@@ -293,10 +293,10 @@ def test_what_came_during_a_long_step_counts_beside_a_report_that_lacks_it():
     clock.now = 0.4  # while a step runs
     in_flight.add("w0", Load(7))
     clock.now = 0.8
-    in_flight.note_report("w0", LoadReport(1, 1, Load(100), age_s=0.6))
+    in_flight.record_report("w0", LoadReport(1, 1, Load(100), age_s=0.6))
     assert in_flight.load("w0", RECORD).blocks == 107
     clock.now = 1.2
-    in_flight.note_report("w0", LoadReport(1, 2, Load(107), age_s=0.4))
+    in_flight.record_report("w0", LoadReport(1, 2, Load(107), age_s=0.4))
     assert in_flight.load("w0", RECORD).blocks == 107
 
 

@@ -170,7 +170,7 @@ def test_an_answer_that_is_cut_shows_no_header_and_keeps_its_text() -> None:
 def test_a_prompt_may_have_opened_a_message() -> None:
     assert SYNTAX.begins("<|start|>assistant") == "outside"
     assert SYNTAX.begins("<|start|>assistant<|channel|>analysis<|message|>") == "inside"
-    assert SYNTAX.goes_on("One, ") == SYNTAX.goes_on("") == "answer"
+    assert SYNTAX.begins_after("One, ") == SYNTAX.begins_after("") == "answer"
     assert read(f"So.<|end|><|start|>assistant{FINAL}Yes.", "inside").reasoning == "So."
     found = read("two<|return|>", "answer")
     assert (found.reasoning, found.content) == (None, "two")

@@ -134,8 +134,8 @@ def test_tokens_of_the_reasoning_are_counted(size: int) -> None:
 def test_the_prompt_may_open_the_reasoning(prompt: str, begins: Begins) -> None:
     assert SYNTAX.begins(prompt) == begins
     assert ChatSyntax().begins(prompt) == "outside"
-    assert SYNTAX.goes_on("<think>so") == "inside"
-    assert SYNTAX.goes_on("<think>so</think> yes") == SYNTAX.goes_on("yes") == "outside"
+    assert SYNTAX.begins_after("<think>so") == "inside"
+    assert SYNTAX.begins_after("<think>so</think> yes") == SYNTAX.begins_after("yes") == "outside"
 
 
 COHERE = ChatSyntax(TOOL_FORMATS["cohere2"], REASONING_FORMATS["cohere"])
@@ -183,7 +183,7 @@ def test_a_prompt_may_open_the_answers_tag() -> None:
     assert COHERE.begins("<|CHATBOT_TOKEN|><|START_RESPONSE|>") == "answer"
     assert COHERE.begins("<|CHATBOT_TOKEN|><|START_THINKING|>") == "inside"
     assert COHERE.begins("<|CHATBOT_TOKEN|>") == "outside"
-    assert COHERE.goes_on("One, ") == "answer"
+    assert COHERE.begins_after("One, ") == "answer"
 
 
 RESPONSES = ChatSyntax(TOOL_FORMATS["granite"], REASONING_FORMATS["granite_tags"])
