@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 _BLOCK_PAIRS = 2048
-_LEAST_ROWS = 16  # of a matrix product
+_LEAST_ROWS = 16  # fewest rows of a matrix product
 MOST_ROWS = 128
 
 

@@ -31,7 +31,7 @@ from pagewire.kernels.expert_tiles import TileList, list_tiles
 from pagewire.kernels.few_experts import are_few, few_experts
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
-_LEAST_ROWS = 16  # of a matrix product
+_LEAST_ROWS = 16  # fewest rows of a matrix product
 _MAX_BLOCK = 1024
 
 

@@ -22,8 +22,8 @@ from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap
 from pagewire.kernels.gated_silu import GatedSilu
 
 _MOST_CHOSEN = 64  # experts of a token, whose sums a program has in registers
-_ROW_BYTES = 512  # of a tile's row: one read of a warp, so that sums stay within a warp
-_ROWS = 16  # of a tile
+_ROW_BYTES = 512  # bytes of a tile's row: one read of a warp, so that sums stay within a warp
+_ROWS = 16  # rows of a tile
 _STAGES = 4
 _WARPS = 4
 

@@ -24,7 +24,7 @@ from pagewire.kernels.reference import fp8_linear as by_torch
 
 _BLOCK_IN = 128
 _BLOCK_OUT = 64
-_LEAST_ROWS = 16  # of a matrix product
+_LEAST_ROWS = 16  # fewest rows of a matrix product
 _MOST_ROWS = 128
 _MOST_AT_ONCE = 4096  # inputs of a token that a program quantises at a time
 _ALIGNED = 16  # cuBLAS takes sizes that are multiples of it

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import torch
 
 LARGEST = 448.0
-# Of a row of inputs: a row of zeros stays one, and the inverse of a scale is finite in float32.
+# Least scale of a row of inputs: a row of zeros stays one, and the inverse is finite in float32.
 LEAST_SCALE = 1e-30
 
 

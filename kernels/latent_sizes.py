@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-WORKSPACE_BYTES = 128 << 20  # of the keys and values that `latent_prefill` makes at a time
+WORKSPACE_BYTES = 128 << 20  # for the keys and values that `latent_prefill` makes at a time
 
 
 def workspace_tokens(heads: int, key_dim: int, value_dim: int, element_size: int) -> int:

@@ -26,7 +26,7 @@ from pagewire.kernels._launch import (
 # cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
 MOST_ROWS = 64
 _LARGE = 1 << 25  # elements of a weight
-_LEAST_ROWS = 16  # of a matrix product
+_LEAST_ROWS = 16  # fewest rows of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
 _MAX_SPLIT_K = 4

@@ -239,7 +239,7 @@ def _hopper_prefill_kernel(
 ):  # fmt: skip
     kv_head = gl.program_id(0)
     tile = gl.program_id(1)
-    number = 0  # of the split
+    number = 0  # index of the split
     if IS_SPLIT:
         number = tile % splits
         tile = tile // splits

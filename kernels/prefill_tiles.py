@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-ROWS = 64  # of a warp group
+ROWS = 64  # rows of a warp group
 # Positions of a context. If block tables hold no more, splits cost more than they gain.
 LONGEST_UNSPLIT = 2048
 LEAST_SPLIT = 512  # positions of a split
@@ -39,8 +39,8 @@ _TIMES = {1: (1.0, 0.0), 2: (1.5, 0.04), 3: (2.1, 0.08)}
 class LaunchRows(NamedTuple):
     """The rows of a launch, counted as in `paged_prefill_hopper`."""
 
-    total: int  # of all chunks, at most
-    longest: int  # of one chunk, at most
+    total: int  # rows of all chunks, at most
+    longest: int  # rows of one chunk, at most
     chunks: int
 
     def tiles(self, size: int) -> int:

@@ -17,7 +17,7 @@ from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.routing import Routing
 
-_MOST_SCORES = 1 << 15  # of a program, padded
+_MOST_SCORES = 1 << 15  # scores of a program, padded
 _SCORES_OF_A_WARP = 256
 _TAKEN = tl.constexpr(-(1 << 63))  # below the key of any score
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_BIASES = 1024
 MOST_STOPS = 128
 MOST_BAD_WORDS = 256
-MOST_BAD_TOKENS = 1024  # of all bad words together
+MOST_BAD_TOKENS = 1024  # tokens of all bad words together
 HISTORY = 32  # outputs; a power of two, and more than the tokens of a bad word but its last
 
 # Flags

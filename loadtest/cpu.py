@@ -75,7 +75,7 @@ class CpuSampler:
         self._thread = threading.Thread(target=self._run, name="cpu sampler", daemon=True)
 
     def __enter__(self) -> CpuSampler:
-        self.sample()  # what they used before does not count
+        self.sample()  # CPU time used before does not count
         self._thread.start()
         return self
 

@@ -27,7 +27,7 @@ from pagewire.services.router.dashboard.pages import PAGE, dashboard_routes
 
 INTERVAL_S = 1.0  # at which the page asks
 TIMEOUT_S = 60.0
-SIZE = (1400, 1120)  # of the window, in pixels
+SIZE = (1400, 1120)  # the window's, in pixels
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 

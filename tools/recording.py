@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-COLUMNS, ROWS = 80, 34  # of the terminal, and of the picture
+COLUMNS, ROWS = 80, 34  # size of the terminal and of the picture
 CHAR_WIDTH, LINE_HEIGHT, MARGIN = 8.43, 19, 16  # in pixels, with a font of 14
 TOGETHER_S = 0.08  # parts of a line that come within this time appear at once
 LATEST_END_S = 0.5  # how long the picture's animation outlasts the last part

@@ -13,7 +13,7 @@ from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
 from pagewire.kernels.bench.inputs import POOL_LAYERS, PagedCase, PagedInputs, decode_case
 from pagewire.kernels.bench.peers import flash_attention_3
 
-MOST_KV_BYTES = 64e9  # of the pool of one case
+MOST_KV_BYTES = 64e9  # size of one case's pool
 
 
 class GridShape(NamedTuple):

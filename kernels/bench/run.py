@@ -25,7 +25,7 @@ from pagewire.kernels.bench import gpus
 from pagewire.kernels.bench.case import BenchCase
 from pagewire.kernels.bench.cases import CASES
 
-_WARM_UP_MS, _MEASURED_MS = 10, 40  # of each repetition
+_WARM_UP_MS, _MEASURED_MS = 10, 40  # milliseconds of each repetition
 _GPUS = (2, 4, 8)
 _COLUMNS = ("op", "shape", "us", "spread %", "rate", "unit", "of ceiling", "peer us", "of peer")
 
@@ -111,7 +111,7 @@ def _line(row: dict[str, Any]) -> str:
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Time the Triton kernels on a GPU.")
-    usual = [op for op in CASES if op != "attention_grid"]  # which takes minutes
+    usual = [op for op in CASES if op != "attention_grid"]  # the grid takes minutes
     parser.add_argument("--ops", nargs="+", choices=sorted(CASES), default=usual)
     parser.add_argument("--batch-invariant", action="store_true", help="time that mode's kernels")
     parser.add_argument("--repetitions", type=int, default=5)

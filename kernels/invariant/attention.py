@@ -22,7 +22,7 @@ from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
-_MOST_SEQUENCES = 1 << 16  # of a decode step
+_MOST_SEQUENCES = 1 << 16  # sequences of a decode step
 
 
 class _Config(NamedTuple):

@@ -44,7 +44,7 @@ from pagewire.services.cli.simulation.workload import AgentShape, Conversation, 
 from pagewire.shared.model.demo import demo_model_path
 
 BLOCK_TOKENS = 16
-WORDS = range(64, 2048)  # of the demo model's tokens, those that are text
+WORDS = range(64, 2048)  # ids of the demo model's tokens that are text
 LONG_CONTEXT = 262_144
 ON_CPU = ("--device", "cpu", "--dtype", "float32", "--routers", "1", "--num-blocks", "65536")
 ON_GPU = ("--device", "cuda", "--load-format", "dummy")

@@ -30,7 +30,7 @@ WARM_UP_S = 20.0
 SPREAD = 0.6  # part of the warm-up in which the clients start
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 16
-PARTS = 5  # of a measurement
+PARTS = 5  # equal parts of a measurement
 STEPS = "pagewire_engine_steps_total"
 
 

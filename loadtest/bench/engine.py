@@ -39,7 +39,7 @@ from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 
 CONTEXT = 1024  # tokens of a sequence before its decode steps
 PROMPTS = (128, 1024, 4096, 8192, 16000)
-LONG_PROMPTS = (1024, 8192, 60000)  # of the models other than the default one
+LONG_PROMPTS = (1024, 8192, 60000)  # tokens; for models other than the default one
 BATCHES = (1, 8, 32, 128, 256)
 MIXES = {"1024:128": 512, "1024:1024": 256, "256:256": 512}  # prompt:answer -> requests
 PARTS = ("ttft", "decode", "throughput")

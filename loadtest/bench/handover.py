@@ -20,7 +20,7 @@ from pagewire.loadtest.bench.phases import Row
 PROMPTS = (1024, 4096, 8192)
 PAIRS = 31  # requests of each length to each cluster
 WARM_UP_PAIRS = 3
-TOKENS = 8  # of an answer
+TOKENS = 8  # length of an answer
 MEMORY = ("--gpu-memory-utilization", "0.4")  # a worker of each cluster shares the first GPU
 
 

@@ -40,7 +40,7 @@ from pagewire.shared.worker.staging_size import staging_bytes
 MODELS = ("llama-8b:bf16", "llama-8b:fp8", "llama-8b:awq", "qwen3-30b-a3b:fp8")
 PROGRAM = "pagewire.loadtest.bench.loading"
 GIB = 1 << 30
-LOADED = "sizing the KV pool"  # what an engine reports when it has its weights
+LOADED = "sizing the KV pool"  # an engine's report once it has its weights
 
 
 def host_peak() -> int:

@@ -35,9 +35,9 @@ from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan, Supply
 from pagewire.shared.request.sampling import RequestSpec
 
-ROUNDS = 12  # of each number of rows
+ROUNDS = 12  # rounds with each number of rows
 ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
-STEPS = 12  # of a round
+STEPS = 12  # decode steps in a round
 REFITS, USUAL_ERRORS = 3, 3.0  # fits without the steps that the fit before explains least
 Sample = tuple[Work, float]
 

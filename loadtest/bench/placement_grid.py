@@ -53,7 +53,7 @@ RATES: Mapping[str, Sequence[float]] = {
 }
 TRACE_SPEEDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.7)
 LEAST_KEPT = 0.1  # share of requests
-LEAST_SHARE = 0.93  # of the best static cluster's figures, in any cell
+LEAST_SHARE = 0.93  # share of the best static cluster's figures, in any cell
 WRONG = (1.3, 1 / 1.3)
 
 

@@ -48,7 +48,7 @@ STEP_S = 0.014
 ASK_S = 0.005
 ANSWER_TIMEOUT_S = 120.0
 TOKEN = 300
-FIRST_TOKENS = 50  # of each stream, before anything is measured
+FIRST_TOKENS = 50  # tokens of each stream before anything is measured
 
 
 def bodies() -> Iterator[tuple[str, str, bytes]]:

@@ -25,7 +25,7 @@ import msgspec
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.client.sse import EventParser
 
-TOKEN_CHARS = 4  # of each token's text
+TOKEN_CHARS = 4  # characters of each token's text
 MODEL = "m"
 ENDLESS = 1 << 19  # tokens: the bench ends the stream long before
 MAX_STREAMS = 1 << 16  # a credit is a stream's number in two bytes

@@ -20,9 +20,9 @@ from pagewire.loadtest.cluster import BenchError
 
 SETTLE_S = 0.3
 OPENING_POLL_S = 0.01
-LEAST_STEPS = 4  # of each worker in a measurement at half load
+LEAST_STEPS = 4  # steps of each worker in a measurement at half load
 CEILING_SHARE = 0.5  # time in which the baselines are measured / that of the router
-CONNECTIONS = 64  # of the client of short answers
+CONNECTIONS = 64  # connections of the client that asks for short answers
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,10 +36,10 @@ from pagewire.services.cli.bench.stats import percentile
 TOPOLOGIES = {"aggregated": Topology(0, 1, 2048), "both": Topology(1, 1, 2048)}
 DEMO, DEMO_VOCAB = "demo", 2000
 PROMPT_TOKENS, ANSWER_TOKENS = 490, 148  # medians
-SPREAD = 0.8  # of the logarithm of a length
+SPREAD = 0.8  # standard deviation of a length's logarithm
 CONTEXT = 4096
 MINUTE_S = 60.0  # from the first request of one window to that of the other
-# What the first window's p99 may be: this many times the other's, or this much more.
+# Bounds of the first window's p99: this many times the other's, or this much more.
 MOST_RATIO, MOST_MORE_S = 1.5, 0.150
 SLOW_S = 0.5
 LATE = "pagewire_engine_builds_total{"

@@ -157,7 +157,7 @@ class Engine:
         self.thread = EngineThread(self.core, self._on_outputs, busy_polls=is_gpu)
         slot_bytes = packed_bytes(LAYOUT, STAGING_SLOT_BLOCKS)
         self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
-        self.open = ExitStack()  # what is closed after the thread has ended
+        self.open = ExitStack()  # resources to close after the thread has ended
 
     def start_stepping(self) -> None:
         """Add sequences that decode until the bench ends; only for the engine's thread."""
@@ -256,7 +256,7 @@ class Receiving(JobCallbacks):
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
-        self._events: queue.Queue[Any] = queue.Queue()  # of one kind at a time, or an error
+        self._events: queue.Queue[Any] = queue.Queue()  # events of one kind at a time, or an error
         self._engine = engine
         self._receiver = engine.endpoint(
             carrier,

@@ -18,7 +18,7 @@ from pagewire.loadtest.sampler import labels_of, parse_metrics
 from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.metrics.pages import decode_targets
 
-PROBE_INDEX = 2_000_000  # of the first probing request; others have smaller numbers
+PROBE_INDEX = 2_000_000  # index of the first probing request; others have smaller ones
 PROBE_TIMES = 2
 NUDGE_TOKENS = 2
 PAGE_TIMEOUT_S = 5.0

@@ -13,7 +13,7 @@ from pagewire.loadtest.faults.scenarios import PlannedRequest
 from pagewire.services.cli.bench.stats import percentile
 
 LEAST_CAPACITY = 0.8  # less than this of the capacity before counts as "KV not freed"
-LEAST_SHARE = 0.002  # of a KV pool: gauges that report shares of a pool are rounded
+LEAST_SHARE = 0.002  # share of a KV pool that counts as nothing: gauges are rounded
 ERRORS_KEPT = 5
 
 Status = Literal["ok", "left", "failed"]

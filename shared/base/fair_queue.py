@@ -40,7 +40,7 @@ class FairQueue(Generic[OwnerT, ItemT]):
         self._max_items, self._max_each = max_items, max_each
         self._num_items = 0
         self._lines: OrderedDict[OwnerT, OrderedDict[ItemT, None]] = OrderedDict()
-        self._turns: Counter[OwnerT] = Counter()  # that have not ended
+        self._turns: Counter[OwnerT] = Counter()  # turns of each owner that have not ended
 
     def __len__(self) -> int:
         return self._num_items

@@ -22,7 +22,7 @@ LogForm = Literal["text", "json"]
 
 STDERR = 2
 _MAX_SUBJECTS = 4096
-_MAX_TEXTS = 8  # of one subject
+_MAX_TEXTS = 8  # different log texts about one subject
 
 # The request that a task works on: its id, for the task's log lines.
 current_request: ContextVar[str | None] = ContextVar("current_request", default=None)

@@ -9,7 +9,7 @@ from pagewire.shared.base.errors import ConfigError
 # "Unlimited" is a thousand million in some containers; tables of such a size help nobody.
 MOST_FILES = 1 << 20
 MIN_FILES = 128  # fewer leave no room for connections of clients and workers
-MIN_RESERVE = 128  # of files that are not connections: Redis, workers, the model's files
+MIN_RESERVE = 128  # files besides clients' connections: Redis, workers, the model's files
 RESERVE_SHARE = 8
 
 

@@ -200,7 +200,7 @@ def open_tracing(
             "otlp_endpoint (or OTEL_EXPORTER_OTLP_ENDPOINT) is set, and OpenTelemetry's packages "
             f"are missing, the extra `otel`: {install_command('otel')}"
         ) from exc
-    # It warns of what clients send.
+    # OpenTelemetry logs warnings about headers that clients send.
     logging.getLogger("opentelemetry.trace.span").setLevel(logging.ERROR)
     named = {"service.name": f"pagewire-{service}", "service.instance.id": instance}
     provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)

@@ -17,7 +17,7 @@ from pagewire.shared.base.errors import RedisSetupError, RedisUnavailableError
 
 T = TypeVar("T")
 
-# What reading a reply raises if it is of a kind that Redis does not give.
+# Exceptions of reading a reply that Redis would never give.
 WRONG_REPLY = (TypeError, ValueError, AttributeError, LookupError)
 
 _MAX_CONNECTIONS = 16

@@ -212,7 +212,7 @@ class ControlClient:
                 self._send_ping()
             return
         if self._link is not None:
-            self._link.drain()  # what came before the end
+            self._link.drain()  # handles messages that came before the end
         if self._reached == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._fail("the connection was closed")
         else:

@@ -39,7 +39,7 @@ Id = Annotated[str, Meta(min_length=1, max_length=64)]
 MAX_TEXT_CHARS = 2048
 Text = Annotated[str, Meta(max_length=MAX_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, lt=2**40)]
-MAX_FORKS = 127  # of one `Generate`
+MAX_FORKS = 127  # further answers that one `Generate` asks for
 # A request is suspected of making workers hang or die; so strongly suspected, it is to blame.
 MAX_STRIKES = 2
 # When a worker is lost, its peers lack the newest few tokens. So a request that makes each worker

@@ -28,7 +28,7 @@ SHORTEST_STEP_S = 1e-4  # shorter steps have the weight of such a one
 # host's time, and a step during which the process was paused does not matter.
 MOST_EQUAL_STEPS = 8
 SOLVE_EVERY = 32  # steps, unless one with prompt tokens shows an error
-TOLERANCE = 0.1  # of a prediction
+TOLERANCE = 0.1  # relative error up to which a prediction counts as right
 # A step is an outlier if its relative error is above the first, and above the median error times
 # the second.
 OUTLIER_ERROR, OUTLIER_MEDIANS = 0.5, 4.0
@@ -38,7 +38,7 @@ DECAY_BY_CHANGE = 0.5
 # How far the pace goes from one step to the next: of a step's error, as far as that is not an
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
-BELIEVED_STEPS = 16  # of a kind, which are all believed
+BELIEVED_STEPS = 16  # first steps of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
 _SCALES = (1.0, 16.0, 16384.0, 16384.0, 8.0, 24.0, 96.0, 384.0, 512.0)
@@ -107,7 +107,7 @@ class StepCosts:
     _unsolved: int = 0
     _last_term: int = 0  # the last term of tokens that any step had
     _run: list[float] = field(default_factory=list)  # seconds of equal decode steps
-    _run_work: StepWork = NOTHING  # of the first of them
+    _run_work: StepWork = NOTHING  # work of the first of these steps
 
     @property
     def published(self) -> StepPrices:

@@ -25,7 +25,7 @@ from pagewire.shared.costs.step_work import NOTHING, StepWork, products_of
 
 KNOTS = (0, 8, 32, 128, 512)  # tokens of a step from which another price of a token applies
 SMALLEST_CHUNK = 16
-MOST_TOKENS = 1 << 20  # of a chunk, whatever it costs
+MOST_TOKENS = 1 << 20  # in a chunk, whatever it costs
 
 Price = Annotated[float, Meta(ge=0, le=1e9)]
 Number = Annotated[int, Meta(ge=0, lt=2**40)]
@@ -127,7 +127,7 @@ class StepPrices(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         """
         if self.step_s(work.with_chunk(start, most)) <= seconds:
             return most
-        low, high = 0, most  # what fits, and what does not
+        low, high = 0, most  # a size that fits, and one that does not
         while high - low > 1:
             middle = (low + high) // 2
             if self.step_s(work.with_chunk(start, middle)) <= seconds:

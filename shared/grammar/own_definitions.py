@@ -102,7 +102,7 @@ class _Mover:
                 if (plain[0], plain[1]) in names:
                     return "/".join(("#/$defs", names[plain[0], plain[1]], *path[2:]))
         part: Any = self._root
-        for at, step in enumerate(plain):  # it may lead through a part whose definitions move
+        for at, step in enumerate(plain):  # the path may lead through a part whose definitions move
             if part is not self._root and isinstance(part, dict) and at + 1 < len(plain):
                 moved = self._names_of(part).get((step, plain[at + 1])) if step in _OWN else None
                 if moved is not None:

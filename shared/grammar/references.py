@@ -15,7 +15,7 @@ _SCHEMAS = (
     *("propertyNames", "unevaluatedItems", "unevaluatedProperties", "if", "then", "else"),
     *("anyOf", "oneOf", "allOf"),
 )
-_MAX_STEPS = 64  # of references that each lead to the next one
+_MAX_STEPS = 64  # references that each lead to the next one
 _BY_NAME = ("properties", "patternProperties", "dependentSchemas", *DEFINITIONS)
 _HAVING = {*_SCHEMAS, *_BY_NAME}
 

@@ -22,7 +22,7 @@ from pagewire.shared.grammar.lark_rules import LarkRules, check_size
 
 ANY_TEXT = "/(?s:.*)/"
 
-# What follows an element: the end of the answer, a token, or something else.
+# The kind of thing after an element: the end of the answer, a token, or something else.
 Follow = Literal["end", "token", "other"]
 
 

@@ -157,7 +157,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
                 raise ProtocolError("CONNECT is not supported: this server is not a proxy")
-            return  # it is parsed again
+            return  # the request is parsed again as one without an upgrade
         super().on_headers_complete()
         self._in_header, self._in_body = False, True
         self._unparsed = 0
@@ -203,7 +203,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
         if phase is Phase.HEADER:
             self._end(SLOW_HEADER)
-        elif phase is Phase.TAKING and self._unsent < before:  # it is only slow
+        elif phase is Phase.TAKING and self._unsent < before:  # the client reads, slowly
             self._all.move(self, None, self.loop.time())
             self._all.move(self, Phase.TAKING, self.loop.time())
         else:

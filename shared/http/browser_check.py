@@ -72,7 +72,7 @@ class BrowserRules:
 
     def _is_own(self, hosts: list[str], http_version: str) -> bool:
         if not hosts:
-            return http_version == "1.0"  # which browsers do not speak, but health checks do
+            return http_version == "1.0"  # health checks speak it, browsers do not
         parts = _AUTHORITY.fullmatch(hosts[0].lower())
         if parts is None or len(hosts) > 1:
             return False

@@ -20,7 +20,7 @@ class Phase(IntEnum):
     HEADER = 1  # a request's header, of which some may be there
     IDLE = 2  # the next request
     BODY = 3  # the rest of a request
-    TAKING = 4  # that the client takes what is sent
+    TAKING = 4  # the client has to read what was sent
 
 
 class Phases(Generic[PeerT]):

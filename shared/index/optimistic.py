@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pagewire.shared.kv.block_hash import BlockHash
 
-MAX_BLOCKS = 1 << 18  # of all prompts
+MAX_BLOCKS = 1 << 18  # blocks of all prompts together
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class OptimisticEntries:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Of each worker and epoch: when the last prompt with a block ends, in monotonic time.
+        # For each worker and epoch, when the last prompt with a block ends, in monotonic time.
         self._ends_s: dict[tuple[str, int], dict[BlockHash, float]] = {}
         self._placed: deque[_Placed] = deque()  # oldest first
-        self._num_blocks = 0  # of all of these
+        self._num_blocks = 0  # blocks of all workers together
 
     def __len__(self) -> int:
         """Return how many blocks the prompts have that are remembered."""

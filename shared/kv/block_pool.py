@@ -76,8 +76,8 @@ class BlockPool:
     now_s: float = 0.0
     _refs: list[int] = field(init=False)
     _hash_of: list[BlockHash | None] = field(init=False)
-    _group_of: list[int] = field(init=False)  # of a block that has a hash
-    _by_hash: list[dict[BlockHash, int]] = field(init=False)  # of each group
+    _group_of: list[int] = field(init=False)  # cache group of each block that has a hash
+    _by_hash: list[dict[BlockHash, int]] = field(init=False)  # for each cache group
     _free: list[int] = field(init=False)
     _cached: OrderedDict[int, None] = field(init=False, default_factory=OrderedDict)
     _cached_retained: dict[int, None] = field(init=False, default_factory=dict)

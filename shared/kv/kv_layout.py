@@ -30,7 +30,7 @@ from msgspec import Meta
 from pagewire.shared.kv.block_table import BlockTable
 from pagewire.shared.kv.model_identity import DtypeName, Tokens
 
-MAX_LAYER_GROUPS = 8  # of a block
+MAX_LAYER_GROUPS = 8  # layer groups of a block
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 
 _MAX_LAYERS = 4096

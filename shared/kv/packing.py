@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pagewire.kernels import kv_staging
 from pagewire.shared.kv.kv_layout import KvLayout
 
-_ALIGNMENT = 256  # of each rank's part: what kernels are quickest with
+_ALIGNMENT = 256  # bytes to which each rank's part is aligned, for the kernels' speed
 
 
 def packed_bytes(layout: KvLayout, num_blocks: int, num_groups: int | None = None) -> int:

@@ -58,7 +58,7 @@ class Retention:
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
         self._owners: OrderedDict[str | None, _Owner] = OrderedDict()  # by their last call
-        self._num_owners: Counter[int] = Counter()  # that retain a block
+        self._num_owners: Counter[int] = Counter()  # number of owners that retain a block
         self._next_expiry_s = float("inf")  # nothing ends before that
 
     def __contains__(self, block: int) -> bool:

@@ -13,7 +13,7 @@ from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.shared.metrics.numbers import PlainHistogram
 
 LAG_INTERVAL_S = 0.25
-MAX_MISSED = 2400  # of one stall: ten minutes
+MAX_MISSED = 2400  # missed ticks counted for one stall: ten minutes
 LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 

@@ -154,7 +154,7 @@ def model_fingerprint(
     """
     state = hashlib.blake2b(digest_size=16, person=b"pagewire-model")
     if isinstance(config, TransformersConfig):
-        state.update(b"transformers")  # whose keys and values may differ from ours in a bit
+        state.update(b"transformers")  # its keys and values may differ from ours in a bit
     quantization = config.quantization
     while_loading = quantization is not None and quantization.while_loading
     if ranks > 1 and (while_loading or load_format == "dummy"):

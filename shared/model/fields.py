@@ -11,9 +11,9 @@ from pagewire.shared.request.sampling_types import MAX_EOS_TOKEN_IDS
 
 # Bounds above what any model has. With them, products of sizes do not overflow, and reading a file
 # and estimating its model takes little memory.
-MAX_WIDTH = 1 << 20  # of a vector
-MAX_COUNT = 1 << 14  # of heads, and of experts
-MAX_TOKENS = 1 << 24  # of a vocabulary, and of a context
+MAX_WIDTH = 1 << 20  # numbers in a vector
+MAX_COUNT = 1 << 14  # heads or experts
+MAX_TOKENS = 1 << 24  # tokens in a vocabulary or a context
 
 _MOST = 1 << 53  # whole numbers up to here are exact in floating point
 

@@ -90,7 +90,7 @@ class LoadProgress:
 
 
 def _make_bar(what: str) -> Progress:
-    from rich import progress  # which workers without a terminal need not import
+    from rich import progress  # not needed without a terminal
     from rich.console import Console
 
     return progress.Progress(

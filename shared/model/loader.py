@@ -225,7 +225,7 @@ def _fill_randomly(model: DecoderModel, device: torch.device) -> None:
             _fill_one(target.name, target.tensor, generator)
         if model.config.quantization is not None:
             for _, each in section:
-                if not isinstance(each, Norm):  # which are filled with what they stand for
+                if not isinstance(each, Norm):  # norms have their final values
                     each.finish()
 
 

@@ -25,7 +25,7 @@ class Expected(NamedTuple):
     dtypes: tuple[str, ...] = FLOAT_DTYPES
 
 
-# What is wrong with tensors, in the order in which an error says it.
+# Problems of tensors, in the order in which an error lists them.
 _KINDS = _MISSING, _SHAPE, _UNKNOWN, _TWICE, _DTYPE = (
     "missing",
     "of another shape",

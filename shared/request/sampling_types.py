@@ -14,13 +14,13 @@ from pagewire.shared.request.logprobs import MAX_TOP
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 
 MAX_STOP_TOKEN_IDS = 64
-MAX_EOS_TOKEN_IDS = 64  # of a model; a device slot has room for these and a request's together
+MAX_EOS_TOKEN_IDS = 64  # per model; a device slot has room for these and a request's together
 MAX_CHOICES = 16_384
 # At most what a device slot has room for, see kernels/shaping_tables.py.
 MAX_BIASES = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
-MAX_BAD_TOKENS = 1024  # of all bad words together
+MAX_BAD_TOKENS = 1024  # tokens of all bad words together
 MAX_BAD_STRINGS = 128  # each is mostly two bad words: with and without a space before it
 MAX_BAD_CHARS = 256
 MAX_ALLOWED_TOKEN_IDS = 16_384

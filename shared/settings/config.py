@@ -417,7 +417,7 @@ def load_settings(kind: type[SettingsT], overrides: dict[str, Any]) -> SettingsT
         verb = "have" if part else "be"
         problem = "is wrong" if is_secret else f"cannot {verb} {first['input']!r}"
         rule = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "too_short":  # what pydantic says of a secret's characters
+        if first["type"] == "too_short":  # pydantic's error for a short secret
             least, actual = first["ctx"]["min_length"], first["ctx"]["actual_length"]
             rule = f"it must have at least {least} characters, not {actual}"
         raise ConfigError(

@@ -29,7 +29,7 @@ _COMPOSE = {
     "TORCH_INDEX_URL",
 }
 _TESTS = "TEST_"
-# What Kubernetes sets in every container for a Service `pagewire` or `pagewire-something`.
+# Variables that Kubernetes sets for a Service `pagewire` or `pagewire-something`.
 _SERVICE = re.compile(
     r"(\w+_)?SERVICE_(HOST|PORT(_\w+)?)|(\w+_)?PORT_\d+_(TCP|UDP|SCTP)(_(ADDR|PORT|PROTO))?"
 )

@@ -42,7 +42,7 @@ ServiceId = Annotated[
 ]
 
 
-# What clients can send in a header.
+# Characters that clients can send in a header.
 API_KEY = re.compile(r"[!-~]{8,512}")
 API_KEY_RULE = "8 to 512 printable ASCII characters without blanks"
 HASHED = "sha256:"  # a key's hash in a file of keys begins with this
@@ -89,7 +89,7 @@ def _as_browsers_send_it(origin: str) -> str:
 
 ModelName = Annotated[str, _matching(r"[!-~]{1,200}", "1 to 200 ASCII characters, no blanks")]
 ModelNames = Annotated[tuple[ModelName, ...], NoDecode, BeforeValidator(_names_from_text)]
-# What a browser sends as `Origin`; it has no path.
+# The form of a browser's `Origin` header, which has no path.
 Origin = Annotated[
     str,
     AfterValidator(_as_browsers_send_it),

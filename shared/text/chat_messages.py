@@ -12,7 +12,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.tool_arguments import parsed_arguments
 
 ROLES = Literal["system", "developer", "user", "assistant", "tool"]
-MAX_CALLS = 128  # of one message
+MAX_CALLS = 128  # tool calls of one message
 MAX_NAME_CHARS = 256
 
 Name = Annotated[
@@ -25,7 +25,7 @@ Name = Annotated[
 ]
 
 
-# What parts of messages carry, by the types that OpenAI's and Anthropic's APIs and vLLM give them.
+# The media of messages' parts, by the types that OpenAI's and Anthropic's APIs and vLLM have.
 MEDIA = {
     "image": "images are",
     "image_url": "images are",

@@ -46,7 +46,7 @@ TemplateVariables = Annotated[
     ),
 ]
 
-# What a template can raise when a message lacks a field or has one of another type.
+# Exceptions of a template whose message lacks a field or has one of another type.
 RENDER_ERRORS = (
     jinja2.TemplateError,
     TypeError,

@@ -30,10 +30,10 @@ class TableDetokenizer:
 
     def __init__(self, table: list[bytes], context: Sequence[int]) -> None:
         self._table, self._bytes_of = table, table.__getitem__
-        self._rest = b""  # of a character that has begun
+        self._rest = b""  # the first bytes of an unfinished character
         self._is_prompts = False
         self.push(context)
-        self._is_prompts = bool(self._rest)  # it has shown its U+FFFD
+        self._is_prompts = bool(self._rest)  # the prompt has shown its U+FFFD
 
     def take_rest(self) -> int:
         """Give the prompt's unfinished character to the answer; return how many U+FFFD that is."""
@@ -84,7 +84,7 @@ class PieceDetokenizer:
     def __init__(self, table: PieceTable, prompt_ids: Sequence[int]) -> None:
         self._texts, self._byte_ids, self._first = table
         self._bytes_of = table.texts.__getitem__
-        self._rest = b""  # of a character that has begun
+        self._rest = b""  # the first bytes of an unfinished character
         self._is_wrong = False  # the byte tokens before are not UTF-8
         known = len(self._texts)
         before = (self._texts[i] for i in reversed(prompt_ids) if i < known)

@@ -20,7 +20,7 @@ import tokenizers
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.encoding import Encoder
 
-# What a template is given by the sender: texts in lists and mappings.
+# A template's input from the sender: texts in lists and mappings.
 Given = dict[str, Any]
 
 _INDEX_DIGITS = 4

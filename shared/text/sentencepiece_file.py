@@ -11,7 +11,7 @@ from sentencepiece import sentencepiece_model_pb2
 from pagewire.shared.base.errors import ModelLoadError
 
 MAX_BYTES = 64 << 20
-KINDS = {1: "unigram", 2: "bpe"}  # of `model_type`
+KINDS = {1: "unigram", 2: "bpe"}  # by the values of `model_type`
 
 
 def read_sentencepiece(file: Path) -> Any:

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.text.sentencepiece_file import KINDS
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # of a token's `type`
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)  # values of a token's `type`
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how tokens spell a space
 
 

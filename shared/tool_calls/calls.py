@@ -58,7 +58,7 @@ class ObjectCall:
         self._expected: Literal["{", "key or end", "key", ":", "value", "next"] = "{"
         self._key = ""  # a quote while the key is parsed
         self._is_inner = False  # inside the object `function`
-        self._parts: list[str] = []  # of the key or value that is being parsed
+        self._parts: list[str] = []  # parts of the key or value that is being parsed
         self._seen: set[str] = set()
         self._scanner = ValueScanner()
 

@@ -19,7 +19,7 @@ MAX_TOOLS_BYTES = 1 << 20  # size of all tools of a request, as JSON
 MAX_NAME_CHARS = 128
 NAME_PATTERN = rf"\A[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}\Z"
 
-_MAX_STEPS = 16  # of references from the root
+_MAX_STEPS = 16  # references that are followed from the root
 # Keywords next to a reference that say nothing about arguments, or what is known of them.
 _ASIDE = {*DEFINITIONS, "$schema", "$id", "$anchor", "$comment", "title", "description", "type"}
 _ASIDE |= {"default", "examples"}

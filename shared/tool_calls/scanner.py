@@ -10,7 +10,7 @@ import json
 import re
 from typing import Literal
 
-MAX_DEPTH = 64  # of nested lists and objects; JSON parsers are recursive
+MAX_DEPTH = 64  # nested lists and objects; JSON parsers are recursive
 MAX_WORD = 1024  # characters of a number; Python's `int` accepts up to 4300 digits
 
 _PLAIN = re.compile(r"[^\"'\\]+")

@@ -86,7 +86,7 @@ class SchemaConstants:
             return schema is not False
         key = id(schema), value
         if key not in self._follows:
-            self._follows[key] = schema, False  # what is an alternative of its own adds nothing
+            self._follows[key] = schema, False  # an alternative that contains itself adds nothing
             self._follows[key] = schema, self._is_allowed(with_null(without_nulls(schema)), value)
         return self._follows[key][1]
 

@@ -41,9 +41,9 @@ class ValueSchemas:
     def __init__(self, root: dict[str, Any], rules: LarkRules, lenient: bool = False) -> None:
         self._root, self._rules, self._lenient = root, rules, lenient
         self._references = References(root)
-        self._keys: dict[str, str] = {}  # of definitions, by the references to them
+        self._keys: dict[str, str] = {}  # keys of definitions, by the references to them
         self._definitions: dict[str, _Part] = {}  # by the references to them
-        self._names: dict[str, str] = {}  # of rules, by their schemas without definitions
+        self._names: dict[str, str] = {}  # names of rules, by their schemas without definitions
         # Schemas and the names of their rules, by the schemas' ids.
         self._known: dict[int, tuple[Any, str]] = {}
 

@@ -26,7 +26,7 @@ OtherType = Literal["null", "boolean", "number", "array", "object"]
 MAX_LENGTH = 8192  # longest text whose length a grammar counts
 NULLS = ("null", "None")
 
-_MAX_DEPTH = 32  # of references and alternatives in one another
+_MAX_DEPTH = 32  # references and alternatives within each other
 _MAX_RULES = 64  # alternatives of one text
 # Keywords that say which values a schema allows, those with other schemas aside.
 _OWN = {"type", "const", "enum", "minLength", "maxLength", "pattern", "format", "not", "if"}

@@ -53,9 +53,9 @@ class XmlCall:
         self._state: Literal["next", "begin", "text", "whole", "json", "end"] = "next"
         self._buffer = ""  # text that was consumed but not parsed yet; short
         self._keys: set[str] = set()
-        self._form = ANY_VALUE  # of the current value
+        self._form = ANY_VALUE  # form of the current value
         self._is_dropped = False  # whether the current value is of an earlier parameter
-        self._parts: list[str] = []  # of the current value, if it is parsed as a whole
+        self._parts: list[str] = []  # parts of the current value, if it is parsed as a whole
         self._raw: list[str] | None = None  # text of a value that is JSON so far, or text
         self._scanner = ValueScanner(python=True)
 

@@ -30,7 +30,7 @@ def greedy(model: LlamaForCausalLM, prompts: Tensor, new_tokens: int) -> tuple[T
         attention_mask=torch.ones_like(prompts),
         do_sample=False,
         max_new_tokens=new_tokens,
-        eos_token_id=model.config.vocab_size,  # which no token has
+        eos_token_id=model.config.vocab_size,  # an id that no token has
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-SEED = 1  # of those tried, one for which the least margin is large
+SEED = 1  # one of several that were tried, for which the least margin is large
 _TEXTS = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 SENTENCES: list[str] = _TEXTS["sentences"]
 QUESTIONS: list[str] = _TEXTS["questions"]

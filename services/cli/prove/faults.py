@@ -24,7 +24,7 @@ from pagewire.shared.settings.config import RouterSettings, load_settings
 
 STAGE_TIMEOUT_S = 15.0  # for what a fault is to lead to
 FREEZE_AT = 30  # tokens of the first answer
-KILL_AT = 70  # likewise, at the earliest
+KILL_AT = 70  # tokens of the first answer, at the earliest
 # A worker that was frozen shows its old KV links as whole until it has noticed that they are closed
 # and has published this with a heartbeat. A lease is longer: nobody takes a held worker for dead.
 SETTLE_HEARTBEATS = 2.5

@@ -11,7 +11,7 @@ from pagewire.services.cli.prove.orders import Claim
 
 MAX_GAP_S = 10.0  # a reader would give up
 CORRUPT_SEGMENTS = 1  # one byte of one segment is flipped
-STRIKES = 2  # of decode workers that generate the first answer
+STRIKES = 2  # faults of decode workers while they generate the first answer
 
 
 @dataclass(frozen=True)

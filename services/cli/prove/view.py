@@ -27,8 +27,8 @@ class View:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._column = 0
-        self._word = ""  # whose end has not come
-        self._blanks = 0  # before the next word
+        self._word = ""  # the beginning of a word that is not complete
+        self._blanks = 0  # spaces before the next word
 
     def starting(self, num_gpus: int) -> None:
         """The cluster's first process is about to start."""

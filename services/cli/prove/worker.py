@@ -29,7 +29,7 @@ from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.shared.worker.service import WorkerService
 
-SIGN_BYTE = 3  # of each 4: it has the sign and most of the exponent of a float of 2 or 4 bytes
+SIGN_BYTE = 3  # the byte of each 4 with sign and most of the exponent, for floats of 2 or 4 bytes
 
 
 class _DisturbedOutbound(Outbound):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-STEPS = 6  # of the search after its bounds are known
+STEPS = 6  # bisections after the bounds are known
 HIGHEST, LOWEST = 64.0, 1 / 64
 
 

@@ -208,7 +208,7 @@ class SimulatedCluster:
         except (OverloadedError, InvalidRequestError) as exc:
             request.unload()
             refused = {decode.name} if isinstance(exc, OverloadedError) else self.workers
-            request.refused_by.update(refused)  # what one finds invalid, all do
+            request.refused_by.update(refused)  # all workers refuse an invalid request
             self.events.after(2 * self.machine.host.hop_ms * 1e-3, partial(self._place, request))
             return
         self._requests[request.name] = request

@@ -46,9 +46,9 @@ class PlanReader:
     # Of a device slot that continues from step to step: position of its input in a step, less the
     # step's number.
     _starts: dict[int, int] = field(default_factory=dict)
-    _rows: list[int] = field(default_factory=list)  # of the last step
-    _contexts: int = 0  # likewise, of all rows
-    _longest: int = 0  # likewise, of one
+    _rows: list[int] = field(default_factory=list)  # rows of the last step
+    _contexts: int = 0  # tokens that all rows of the last step attended to
+    _longest: int = 0  # the longest context of the last step
 
     def work_of(self, plan: StepPlan) -> Work:
         """Return the work of the next plan."""

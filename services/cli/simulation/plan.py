@@ -24,7 +24,7 @@ from pagewire.services.cli.simulation.workload import Conversation, faster
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
 
-KEPT_SHARE = 0.9  # of requests: a promise that fewer get is not kept
+KEPT_SHARE = 0.9  # share of requests that must get the promise, or it counts as broken
 EQUAL_SHARE = 0.005  # differences up to this are noise
 WORDS = {"ttft": "first tokens", "tpot": "mean times between tokens", "gap": "gaps"}
 

@@ -31,7 +31,7 @@ from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.kv.block_hash import BlockHash
 
-HEARTBEAT_S = 1.0  # of records; routers read them twice as often
+HEARTBEAT_S = 1.0  # renewal of records; routers read them twice as often
 INDEX_DELAY_S = 0.051  # a publisher collects changes for 50 ms, then sends them
 OPTIMISTIC_TTL_S = 5.0
 

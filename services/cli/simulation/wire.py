@@ -23,7 +23,7 @@ class KvLink:
     credits: int
     num_bytes: int = 0
     _free_s: float = 0.0
-    _acknowledged_s: deque[float] = field(default_factory=deque)  # of the last segments
+    _acknowledged_s: deque[float] = field(default_factory=deque)  # last segments' times
 
     def send(self, ready_s: float, num_bytes: int) -> float:
         """Send bytes that are final at a time; returns when the last of them can be used."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from pagewire.services.cli.bench.load import arrival_times
 
-ANSWER_TOKEN = 0  # what every simulated answer consists of
+ANSWER_TOKEN = 0  # the one token of which simulated answers consist
 _FIRST_CONTENT = 1 << 24  # numbers below are those of traces
 
 Length = Callable[[random.Random], int]

@@ -18,7 +18,7 @@ from pagewire.services.cli.error_exit import EXIT_CONFIG, one_line_errors
 from pagewire.services.cli.main import app
 from pagewire.services.cli.up.command import check_options
 
-# What the parser raises; of its classes, typer exports only some.
+# Exceptions of the option parser, of which typer exports only some.
 _UsageError: Any = typer.BadParameter.__base__
 
 

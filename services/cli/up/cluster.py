@@ -126,7 +126,7 @@ class ClusterContext:
         return local_url(LOOPBACK, self.options.operator_port)
 
 
-# What a cluster is started for, if not to serve until a signal comes.
+# Work to do with a cluster, instead of serving until a signal comes.
 Work = Callable[[ClusterContext, Supervisor], Awaitable[None]]
 
 

@@ -31,7 +31,7 @@ OF_ONE_SERVICE = (
     "operator_fd",
 )
 DRAIN_TIMEOUT_S = 30.0  # somebody waits at the terminal
-OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # that `up` itself acts on
+OWN = ("host", "port", "operator_port", "redis_url", "drain_timeout_s")  # settings of `up` itself
 COUNTS = ("prefill", "decode", "routers", "prefill_tensor_parallel_size")
 NOT_SETTINGS = (*COUNTS, *OWN, "log_dir", "ready_file", "verbose")
 

@@ -24,7 +24,7 @@ def message_of(line: str) -> str:
     if line.startswith("{"):
         try:
             line = str(json.loads(line)["message"])
-        except (ValueError, LookupError, TypeError, RecursionError):  # of another program
+        except (ValueError, LookupError, TypeError, RecursionError):  # another program's line
             return printable(line).expandtabs(1)
     return printable(_PREFIXES.sub("", line, count=1)).expandtabs(1)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from pagewire.shared.base.errors import ConfigError
 
-MARKS = {"pagewire", "pid", "url"}  # what each of these files has
+MARKS = {"pagewire", "pid", "url"}  # fields by which a ready file is recognised
 MAX_BYTES = 1 << 20
 
 

@@ -9,7 +9,7 @@ import msgspec
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.request.sampling_types import RetainSeconds
 
-SESSION_RETAIN_S: RetainSeconds = 300  # of a session that does not say for how long
+SESSION_RETAIN_S: RetainSeconds = 300  # for sessions that do not say how long
 
 
 class Sender(msgspec.Struct, frozen=True):

@@ -159,7 +159,7 @@ def describe(exc: Exception) -> ApiError:
                 f"This request made a worker fail: {exc}. Do not send it again. Who runs this "
                 "server finds the cause by the request's id in the worker's log."
             )
-            headers = {"x-should-retry": "false"}  # which clients of OpenAI and Anthropic follow
+            headers = {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients obey it
             return ApiError(SERVER_ERROR, message, _SERVER, None, "request_harms_workers", headers)
         case ResponseNotFoundError():
             return _describe_missing(exc)

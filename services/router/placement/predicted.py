@@ -37,7 +37,7 @@ from pagewire.services.router.placement.policy import (
 
 DELAY_WEIGHT = 0.05
 TYPICAL_ANSWER_TOKENS = 128
-ON_PREFILL_WORKER = 0.5  # what it must cost to decode there, relative to other places
+ON_PREFILL_WORKER = 0.5  # share of other places' cost that decoding there may have
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,5 +237,5 @@ class WorkerSelector:
         for record in self._ready(self._prefill_links):
             link = self._prefill_links.get(record.worker_id)
             if link is not None and not self._load(record).tokens:
-                with contextlib.suppress(ChannelError):  # it is lost, which the links will notice
+                with contextlib.suppress(ChannelError):  # a lost connection is handled by the links
                     link.post(PrefillSoon())

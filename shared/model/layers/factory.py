@@ -143,7 +143,7 @@ class LayerFactory:
         q, kv = (head.times(config.head_dim) for head in heads)
         parts = {"q_proj": q, "k_proj": kv, "v_proj": kv}
         parts = {"qkv_proj": Cut.joined(parts.values())} if fused else parts
-        # Those of queries and keys alike, so that their products do not change.
+        # Rows of queries and keys are moved alike, so that their products do not change.
         rotated = ("q_proj", "k_proj") if interleaved and cos_sin is not None else ()
         pairs = dict.fromkeys(rotated, config.head_dim)
         return Attention(

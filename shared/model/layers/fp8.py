@@ -118,7 +118,7 @@ class Fp8Matrix:
         order = order.to(self.weight.device)
         for name, weight, scale in self._by_part():
             if name == part:
-                numbers = weight.view(torch.uint8)  # which torch can index on any device
+                numbers = weight.view(torch.uint8)  # torch can index bytes on any device
                 numbers.copy_(numbers[order])
                 if self.block[0] == 1:
                     scale.copy_(scale[order])

@@ -19,7 +19,7 @@ from pagewire.shared.model.quantization.names import ProjectionNames, read_names
 
 _FORMATS = ("float-quantized", "naive-quantized")
 _PACKED = "pack-quantized"
-# What formats that are not supported are called elsewhere.
+# Other projects' names of formats that are not supported.
 _NAMES = {
     "int-quantized": "INT8",
     "mxfp4-pack-quantized": "MXFP4",

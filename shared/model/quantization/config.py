@@ -78,7 +78,7 @@ class Mxfp4Format:
         return 1, 32
 
 
-LinearFormat = Fp8Format | Int4Format  # those that projections may have
+LinearFormat = Fp8Format | Int4Format  # the formats that projections may have
 WeightFormat = LinearFormat | Mxfp4Format
 
 

@@ -15,7 +15,7 @@ from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.api_errors import ContextLengthError
 from pagewire.shared.base.errors import InvalidRequestError, ModelNotFoundError
 
-# What a process may take to read a body, for each MiB of it, in addition to what it holds before:
+# Memory that a process may take to read a body, for each MiB of it, on top of what it holds before:
 # the largest hostile bodies that are known take as much, and ordinary ones a fifth.
 MEMORY_PER_MIB = 150 << 20
 

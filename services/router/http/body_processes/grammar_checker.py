@@ -29,13 +29,13 @@ from pagewire.shared.base.fair_queue import FairQueue
 from pagewire.shared.grammar.limits import MAX_COMPILE_S, MAX_FOLLOW_S
 
 PROCESSES = 2
-START_TIMEOUT_S = 60.0  # of a process: the interpreter, and the vocabulary
-# Of a grammar, by the clock. Its CPU time ends far earlier, unless the machine is very busy.
+START_TIMEOUT_S = 60.0  # for a process to start Python and load the vocabulary
+# Limit of one grammar by the clock. Its CPU time ends far earlier, unless the machine is busy.
 TIMEOUT_S = 15.0
-VERDICT_WAIT_S = 30.0  # of one request, with the grammars before its own
+VERDICT_WAIT_S = 30.0  # for one request, with the grammars that wait before its own
 TRIES = 3
 MAX_WAITING = 1024
-MAX_WAITING_EACH = 256  # of one owner
+MAX_WAITING_EACH = 256  # grammars of one owner that may wait
 MAX_KNOWN_CHARS = 16 << 20
 
 _NOT_BY_ITSELF = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

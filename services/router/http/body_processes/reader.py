@@ -154,7 +154,7 @@ class BodyReader:
                 if ended_by == signal.SIGPROF:
                     raise too_slow() from exc
                 if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
-                    continue  # it may have ended while it was idle
+                    continue  # an idle process may have ended
                 problem = f"the process that reads large bodies failed: {exc}"
                 raise RequestFailedError(problem) from exc
         self._pool.keep(process, reply.memory_bytes)

@@ -59,7 +59,7 @@ class DirectWriter:
 class DirectWritesProtocol(BoundedHttpProtocol):
     """Gives each request's scope a `DirectWriter`."""
 
-    _writer: DirectWriter | None = None  # of the request that is served, or was served last
+    _writer: DirectWriter | None = None  # writer of the request that is served, or was served last
 
     def pause_writing(self) -> None:
         """Stop direct writes: the client does not read what was sent."""

@@ -48,7 +48,7 @@ from pagewire.shared.text.answer_text import TextDelta
 
 router = APIRouter(redirect_slashes=False)
 
-SESSION_HEADER = "x-session-id"  # of requests whose body names no session
+SESSION_HEADER = "x-session-id"  # read if the body names no session
 
 Deltas = AsyncGenerator[tuple[int, TextDelta], None]
 

@@ -32,7 +32,7 @@ from pagewire.shared.http.browser_check import BrowserCheck, BrowserRules
 ROUTERS = (*PUBLIC_ROUTERS, docs_router)
 METHOD_NOT_ALLOWED = 405
 CORS_METHODS = ("GET", "HEAD", "POST", "DELETE")
-# What a page may read of a response's headers; `request-id` is that of Anthropic's API.
+# Response headers that a web page may read; `request-id` is a name of Anthropic's API.
 CORS_EXPOSED = ("x-request-id", "request-id", "retry-after")
 CORS_MAX_AGE_S = 600
 

@@ -20,7 +20,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.tool_calls.definitions import Function, NamedFunction, NamedTool, Tool
 
-# What templates call the switch of a model's reasoning: Qwen's and SmolLM's, then DeepSeek's and
+# Templates' names for the switch of a model's reasoning: Qwen's and SmolLM's, then DeepSeek's and
 # Granite's.
 _SWITCHES = ("enable_thinking", "thinking")
 _FORM_FIELD, _EARLIER_FORM_FIELD = "output_config.format", "output_format"

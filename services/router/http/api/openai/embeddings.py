@@ -21,8 +21,8 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling_types import PromptLength, last_tokens
 
 MAX_INPUTS = 2048
-MAX_INPUT_TOKENS = 300_000  # of one request, unless one input of the model's context has more
-MAX_NUMBERS = 1 << 23  # of one response
+MAX_INPUT_TOKENS = 300_000  # per request, unless one input of the model's context has more
+MAX_NUMBERS = 1 << 23  # floats in the vectors of one response
 
 
 class EmbeddingBody(PlainBody, frozen=True, kw_only=True):

@@ -44,9 +44,9 @@ from pagewire.shared.tool_calls.tool_request import answer_parsing, tool_grammar
 InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
 
 MAX_PROMPTS = 64
-DEFAULT_TOKENS = 16  # of a completion
-MAX_PROMPT_TOKEN_IDS = 1 << 22  # of one response; each choice has its prompt's
-# What `prompt_cache_retention` says, in seconds.
+DEFAULT_TOKENS = 16  # length of a completion that gives none
+MAX_PROMPT_TOKEN_IDS = 1 << 22  # in one response; each choice repeats its prompt's ids
+# The values of `prompt_cache_retention`, in seconds.
 RETAIN_S: Mapping[CacheRetention, RetainSeconds] = {
     "in_memory": 300,
     "in-memory": 300,
@@ -54,7 +54,7 @@ RETAIN_S: Mapping[CacheRetention, RetainSeconds] = {
     "1h": 3600,
     "24h": 86400,
 }
-MAX_PROMPT_LOGPROBS = 1 << 20  # of one response: 50k tokens with 20 most likely ones each
+MAX_PROMPT_LOGPROBS = 1 << 20  # in one response: 50k tokens with 20 likeliest ones each
 
 
 class PromptInput(msgspec.Struct, frozen=True):

@@ -28,11 +28,11 @@ MAX_CHOICES = 1 + MAX_FORKS
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_MESSAGES = 4096
-MAX_PARTS = 4096  # of one message
+MAX_PARTS = 4096  # content parts of one message
 MAX_METADATA = 16
 MAX_METADATA_KEY = 64
 MAX_METADATA_VALUE = 512
-MAX_LABEL_CHARS = 512  # of a text that only names something
+MAX_LABEL_CHARS = 512  # in a text that is only a name
 
 BodyT = TypeVar("BodyT", bound="GenerationBody")
 

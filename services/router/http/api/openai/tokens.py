@@ -22,7 +22,7 @@ from pagewire.shared.request.sampling_types import TokenId
 from pagewire.shared.text.chat_template import TemplateText, TemplateVariables
 from pagewire.shared.tool_calls.definitions import Tools
 
-MAX_TOKENS = 1 << 20  # of a text that is put together
+MAX_TOKENS = 1 << 20  # token ids that `/detokenize` takes
 
 
 class PlainBody(msgspec.Struct, frozen=True, kw_only=True):

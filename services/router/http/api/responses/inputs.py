@@ -28,7 +28,7 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.tool_calls import definitions
 
-MAX_STORED_BYTES = 256 << 10  # of one response with its conversation
+MAX_STORED_BYTES = 256 << 10  # for a response together with its conversation
 LENGTH_BYTES = 4
 
 _RENAMED = {

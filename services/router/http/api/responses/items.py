@@ -29,7 +29,7 @@ class OutputItems:
         self.items: list[objects.OutputItem] = []
         self._logprobs = logprobs
         self._is_open = False
-        self._parts: list[str] = []  # of the open item's text or arguments
+        self._parts: list[str] = []  # parts of the open item's text or arguments
 
     def add(self, added: Iterable[parsed.AnswerEvent]) -> list[objects.ResponseEvent]:
         """Add what was found in the answer; return the stream's events."""

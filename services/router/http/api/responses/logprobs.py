@@ -22,7 +22,7 @@ class PendingLogprobs:
     def __init__(self, token_bytes: TokenBytes) -> None:
         self._token_bytes = token_bytes
         self._entries: list[ChatToken] = []
-        self._is_first_taken = False  # it has a part of the next text as well
+        self._is_first_taken = False  # the first token was returned, but goes on in the next text
 
     def push(self, tokens: Logprobs | None) -> None:
         """Add the tokens of a delta."""

@@ -158,7 +158,7 @@ class ResponseStore:
                     exc,
                 )
             return None
-        except UNDECODABLE:  # it is of another release
+        except UNDECODABLE:  # another release wrote the response
             return None
         return stored if time.time() < stored.ends_s + CLOCKS_S else None
 
