@@ -215,7 +215,9 @@ def experts(
     Raises:
         UnsupportedShapeError: a weight or bias has gaps, or x a last dimension with gaps.
     """
-    parameters = [each for each in (gate_up, down, gate_up_bias, down_bias) if each is not None]
+    parameters = [
+        tensor for tensor in (gate_up, down, gate_up_bias, down_bias) if tensor is not None
+    ]
     if not all(parameter.is_contiguous() for parameter in parameters) or x.stride(1) != 1:
         raise UnsupportedShapeError("experts need weights without gaps, and rows of stride 1")
     tokens = len(x)

@@ -40,8 +40,8 @@ class FourBitWeights(NamedTuple):
     def expert(self, number: int) -> FourBitWeights:
         """Return the weights of one of several experts."""
         zeros, group_of, bias = (
-            None if each is None else each[number]
-            for each in (self.zeros, self.group_of, self.bias)
+            None if tensor is None else tensor[number]
+            for tensor in (self.zeros, self.group_of, self.bias)
         )
         pairs, scale = self.pairs[number], self.scale[number]
         return FourBitWeights(pairs, scale, self.ins, self.group, zeros, group_of, bias)

@@ -179,8 +179,11 @@ def table(result: RunResult) -> list[str]:
     ]
     for stage in result.stages:
         ttft, itl = (
-            "/".join(f"{1000 * value:.0f}" for value in (each.p50, each.p90, each.p99))
-            for each in (stage.ttft, stage.itl)
+            "/".join(
+                f"{1000 * value:.0f}"
+                for value in (percentiles.p50, percentiles.p90, percentiles.p99)
+            )
+            for percentiles in (stage.ttft, stage.itl)
         )
         lines.append(
             f"  {stage.rate:5g}  {stage.requests:8}  {stage.errors:6}  {ttft:>19}  {itl:>18}"

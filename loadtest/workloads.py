@@ -140,4 +140,9 @@ def _names() -> Sequence[str]:
 @cache
 def _paragraphs() -> Sequence[str]:
     texts = (topics.topics[name] for name in sorted(topics.topics))
-    return [each for text in texts for each in text.split("\n\n") if 80 <= len(each) <= 1200]
+    return [
+        paragraph
+        for text in texts
+        for paragraph in text.split("\n\n")
+        if 80 <= len(paragraph) <= 1200
+    ]

@@ -81,7 +81,7 @@ def compare(actual: Logprobs, expected: Logprobs) -> Difference:
 
 
 def _values(position: dict[int, Logprob]) -> dict[int, float]:
-    return {token: each.logprob for token, each in position.items()}
+    return {token: entry.logprob for token, entry in position.items()}
 
 
 class Measurement:
@@ -237,7 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{name:<28}" + "".join(f"{differences[mode][name]!s:>18}" for mode in MODES))
     for name in costs[True]:
         print(f"{name + ', ms':<28}" + "".join(f"{costs[mode][name]:>18.3g}" for mode in MODES))
-    return 1 if any(each.positions for each in differences[True].values()) else 0
+    return 1 if any(difference.positions for difference in differences[True].values()) else 0
 
 
 if __name__ == "__main__":

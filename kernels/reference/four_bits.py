@@ -42,7 +42,7 @@ def _rows(weights: FourBitWeights, rows: slice) -> torch.Tensor:
     """Return what some rows stand for, in float32."""
     pairs, scale = weights.pairs[rows], weights.scale[rows]
     if weights.zeros is None:
-        values = torch.tensor([*E2M1, *(-each for each in E2M1)], device=pairs.device)
+        values = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
         of_byte = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
         meant = F.embedding(pairs.int(), of_byte).flatten(1)[:, : weights.ins]
         exponents = scale.int().sub_(EXPONENT_BIAS).repeat_interleave(weights.group, 1)

@@ -100,8 +100,8 @@ class Client:
     async def close(self) -> None:
         """Close the HTTP connections to the server."""
         await self._http.aclose()
-        for each in self._clients:
-            await each.aclose()
+        for client in self._clients:
+            await client.aclose()
 
     async def transfer_seconds(self) -> tuple[float, float]:
         """Return sum and count so far of the times from a first token until its KV has arrived.

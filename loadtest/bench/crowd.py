@@ -77,7 +77,7 @@ class CrowdMeasurements:
             began: time of its request, by the monotonic clock.
             span: start and end, by the same clock.
         """
-        times = [began + each for each in answer.times]
+        times = [began + time_s for time_s in answer.times]
         if span[0] <= times[0] < span[1]:
             self.ttft.append(answer.ttft * 1e3)
         for before, at in zip([began, *times], times, strict=False):

@@ -94,7 +94,7 @@ def ttft(generate: Generate, prompts: list[int], times: int) -> None:
     """Measure the time to first token of one prompt, for each of some lengths."""
     for length in prompts:
         seconds = repeat(partial(generate, 1, length, 1), times)
-        emit("ttft", prompt=length, **spread("ms", [1e3 * each for each in seconds]))
+        emit("ttft", prompt=length, **spread("ms", [1e3 * duration for duration in seconds]))
 
 
 def throughput(generate: Generate, mixes: list[str], times: int) -> None:
@@ -167,7 +167,7 @@ class Bench:
             emit(
                 "decode",
                 batch=batch,
-                **spread("ms", [1e3 * each for each in seconds]),
+                **spread("ms", [1e3 * duration for duration in seconds]),
                 of_ceiling=moved / bandwidth / median,
                 **({} if experts is None else {"experts": experts}),
             )

@@ -90,7 +90,7 @@ class Cell:
     def _contents(self) -> Contents:
         if self.mix == "mixed":
             return MIXED
-        prompt, answer = (Lengths.parse(each) for each in self.mix.split("/"))
+        prompt, answer = (Lengths.parse(text) for text in self.mix.split("/"))
         return Contents(prompt.draw, answer.draw)
 
 
@@ -165,7 +165,7 @@ def compared(cell: Cell, predicted: Mapping[str, float]) -> dict[str, Any]:
 
 def errors(cell: Cell, predicted: Mapping[str, float]) -> tuple[float, float]:
     """Return the relative errors of the completed rate and of the median first token."""
-    rate, ttft = (predicted[each] / cell.measured[each] - 1 for each in ("req_s", "ttft_p50"))
+    rate, ttft = (predicted[figure] / cell.measured[figure] - 1 for figure in ("req_s", "ttft_p50"))
     return rate, ttft
 
 

@@ -78,7 +78,7 @@ class OpenLoad:
         """Return the distributions that prompt and answer lengths are drawn from."""
         if self.mix == "mixed":
             return MIXED
-        prompt, answer = (Lengths(int(each), int(each)) for each in self.mix.split("/"))
+        prompt, answer = (Lengths(int(text), int(text)) for text in self.mix.split("/"))
         return Contents(prompt.draw, answer.draw)
 
     def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
@@ -217,7 +217,9 @@ def _run(job: Job) -> list[Outcome]:
 
 async def _ask(job: Job) -> list[Outcome]:
     client = Client(list(job.urls), vocab=job.vocab, seed=job.number)
-    requests = [client.prepare(each.prompt, each.answer, **job.more) for each in job.arrivals]
+    requests = [
+        client.prepare(arrival.prompt, arrival.answer, **job.more) for arrival in job.arrivals
+    ]
 
     async def one(number: int) -> Outcome:
         due = job.start + job.arrivals[number].at

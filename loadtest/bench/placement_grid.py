@@ -151,7 +151,7 @@ def trials(
         promises: names in `PROMISES`.
     """
     most, gpus = load_machine(machine).max_step_tokens, load.gpus
-    static = [(ClusterPlan(each, gpus - each), most) for each in range(gpus)]
+    static = [(ClusterPlan(num_prefill, gpus - num_prefill), most) for num_prefill in range(gpus)]
     static.append((ClusterPlan(0, gpus), min(most, 512)))
     predicted = ClusterPlan(gpus // 2, gpus - gpus // 2, "predicted")
     for seed in range(seeds):

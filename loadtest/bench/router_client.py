@@ -366,7 +366,7 @@ def run_client(commands: Connection, credits: Sequence[Connection], script: Scri
     """Run the client's process until the bench closes the connection."""
     with contextlib.suppress(BrokenPipeError):  # the bench has ended meanwhile
         try:
-            Client(commands, [each.fileno() for each in credits], script).run()
+            Client(commands, [credit.fileno() for credit in credits], script).run()
         except BenchError as exc:
             commands.send(exc)
         except OSError as exc:

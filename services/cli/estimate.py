@@ -101,14 +101,12 @@ def estimate(
         estimates = {
             name: estimate_memory(config, settings, int(size * GIB)) for name, size in sizes.items()
         }
-        seqs = {
-            name: _sequences(each, length, settings, config) for name, each in estimates.items()
-        }
+        seqs = {name: _sequences(one, length, settings, config) for name, one in estimates.items()}
         needed = {
             name: settings.tensor_parallel_size
-            if each.kv_blocks
-            else fitting_ranks(config, settings, each.total)
-            for name, each in estimates.items()
+            if one.kv_blocks
+            else fitting_ranks(config, settings, one.total)
+            for name, one in estimates.items()
         }
         if as_json:
             print(json.dumps(_report(estimates, seqs, needed, length), indent=2))
@@ -134,11 +132,11 @@ def _report(
         "length": length,
         "gpus": {
             name: {
-                **dataclasses.asdict(each),
+                **dataclasses.asdict(one),
                 "sequences": seqs[name],
                 "tensor_parallel_size": needed[name],
             }
-            for name, each in estimates.items()
+            for name, one in estimates.items()
         },
     }
 

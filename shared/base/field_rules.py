@@ -109,9 +109,7 @@ def check_fields(values: msgspec.Struct) -> None:
 
 
 def _check_field(field: FieldInfo, kind: inspect.Type, value: Any) -> None:
-    is_struct = any(
-        isinstance(alternative, inspect.StructType) for alternative in _alternatives(kind)
-    )
+    is_struct = any(isinstance(choice, inspect.StructType) for choice in _alternatives(kind))
     if is_struct and isinstance(value, dict):
         return  # its own fields are checked where it is read
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
@@ -149,14 +147,10 @@ def rule_at(kind: inspect.Type, path: Sequence[str | int]) -> tuple[int, str]:
 
 
 def _inner(kind: inspect.Type, part: str | int) -> inspect.Type | None:
-    for alternative in _alternatives(kind):
-        if isinstance(alternative, inspect.ListType | inspect.VarTupleType) and isinstance(
-            part, int
-        ):
-            return alternative.item_type
-        if isinstance(alternative, inspect.StructType) and part in (
-            fields := field_types(alternative.cls)
-        ):
+    for choice in _alternatives(kind):
+        if isinstance(choice, inspect.ListType | inspect.VarTupleType) and isinstance(part, int):
+            return choice.item_type
+        if isinstance(choice, inspect.StructType) and part in (fields := field_types(choice.cls)):
             return fields[str(part)]
     return None
 
@@ -165,13 +159,13 @@ def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
     if isinstance(kind, inspect.Metadata):
         return _alternatives(kind.type)
     if isinstance(kind, inspect.UnionType):
-        return [alternative for inner in kind.types for alternative in _alternatives(inner)]
+        return [choice for inner in kind.types for choice in _alternatives(inner)]
     return [kind]
 
 
 def _is_whole(kind: inspect.Type) -> bool:
     if isinstance(kind, inspect.UnionType):
-        return any(_is_whole(each) for each in kind.types)
+        return any(_is_whole(choice) for choice in kind.types)
     return isinstance(kind, inspect.Metadata) and isinstance(kind.type, inspect.UnionType)
 
 
@@ -182,8 +176,8 @@ def _rule(kind: inspect.Type) -> str:
         case inspect.Metadata():
             return _rule(kind.type)
         case inspect.UnionType():
-            some = [each for each in kind.types if not isinstance(each, inspect.NoneType)]
-            return " or ".join(_rule(each) for each in some)
+            some = [choice for choice in kind.types if not isinstance(choice, inspect.NoneType)]
+            return " or ".join(_rule(choice) for choice in some)
         case inspect.LiteralType():
             return "one of " + ", ".join(str(value) for value in kind.values)
     return _PLAIN_RULES.get(type(kind), "null")

@@ -91,11 +91,13 @@ class WorkerDirectory:
         self.redis_ok = True
         self._last_success = time.monotonic()
         current = [record for record in records if not self._is_outdated(record)]
-        self.others = tuple(each for each in current if isinstance(each, OtherVersion))
+        self.others = tuple(entry for entry in current if isinstance(entry, OtherVersion))
         for other in self.others:
             if other.worker_id in self._records:
                 self._drop(other.worker_id)
-        self._merge({each.worker_id: each for each in current if isinstance(each, WorkerRecord)})
+        self._merge(
+            {entry.worker_id: entry for entry in current if isinstance(entry, WorkerRecord)}
+        )
 
     async def _run(self) -> None:
         while True:

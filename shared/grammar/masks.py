@@ -244,7 +244,7 @@ class MaskFiller:
         executor = self._executor
 
         def fill() -> None:
-            if wanted := [each for each in work if not _is_skipped(each[0])]:
+            if wanted := [filling for filling in work if not _is_skipped(filling[0])]:
                 self._fill_many(executor, wanted)
 
         self._many.put(fill)

@@ -106,7 +106,7 @@ def check_references(schema: Any) -> None:
         ValueError: one leads nowhere, out of the schema, or only to itself.
     """
     references_of = (part.get("$ref") for part in parts_of(schema))
-    wanted = dict.fromkeys(each for each in references_of if isinstance(each, str))
+    wanted = dict.fromkeys(text for text in references_of if isinstance(text, str))
     references = References(schema) if wanted else None
     for reference in wanted:
         if references is None:

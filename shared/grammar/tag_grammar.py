@@ -69,8 +69,8 @@ def _read(value: object) -> Format:
 
 def _format_of(tag: StructuralTag) -> Format:
     tags = [
-        TagFormat(each.begin, formats.SchemaFormat(each.schema), each.end)
-        for each in tag.structures or ()
+        TagFormat(structure.begin, formats.SchemaFormat(structure.schema), structure.end)
+        for structure in tag.structures or ()
     ]
     return formats.TriggeredTagsFormat(tag.triggers or [], tags)
 
@@ -135,7 +135,7 @@ class _TagGrammar:
         """Add a terminal for free text; return its name."""
         text = ANY_TEXT if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"
         if excludes:
-            any_of = " | ".join(json.dumps(each, ensure_ascii=False) for each in excludes)
+            any_of = " | ".join(json.dumps(excluded, ensure_ascii=False) for excluded in excludes)
             text += f" & ~({ANY_TEXT} ({any_of}) {ANY_TEXT})"
         return self._rules.add("TEXT", text)
 
@@ -148,7 +148,7 @@ class _TagGrammar:
         return (TokenElement(token_id),)
 
     def _sequence(self, form: formats.SequenceFormat) -> Elements:
-        return tuple(element for each in form.elements for element in self._elements(each))
+        return tuple(element for part in form.elements for element in self._elements(part))
 
     def _or(self, form: formats.OrFormat) -> Elements:
         return _choice([self._elements(element) for element in form.elements])
@@ -189,7 +189,7 @@ class _TagGrammar:
             return self._token(edge)
         if isinstance(edge, str):
             return self._literal(edge)
-        return _choice([self._literal(each) for each in edge])
+        return _choice([self._literal(marker) for marker in edge])
 
     def _separated(self, form: formats.SeparatedTagsFormat) -> Elements:
         tags = [self._elements(tag) for tag in form.tags]
@@ -214,7 +214,7 @@ class _TagGrammar:
             trigger, rest = self._cut(begin, len(fitting[0]))
             tail = (*self._elements(tag.content), *self._edge(tag.end))
             tags.setdefault(trigger, []).append((*rest, *tail))
-        if unused := [each for each in form.triggers if each not in used]:
+        if unused := [prefix for prefix in form.triggers if prefix not in used]:
             raise ValueError(f"no tag begins with the trigger {unused[0][:80]!r}")
         first = tuple(map(self._elements, form.tags)) if form.at_least_one else ()
         return (Triggered(self._free(form.excludes), tags, first, form.stop_after_first),)

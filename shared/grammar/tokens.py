@@ -69,7 +69,7 @@ def _tokenizer_text(model: Path, limit: int) -> str:
     """Return a tokenizer.json that has all tokens that the model's files add below an id."""
     text = (model / TOKENIZER_FILE).read_text(encoding="utf-8")
     file = msgspec.json.decode(text, type=_TokenizerFile)
-    own = {each.get("id", 0): msgspec.convert(each, AddedToken) for each in file.added_tokens}
+    own = {added.get("id", 0): msgspec.convert(added, AddedToken) for added in file.added_tokens}
     vocab = file.model.vocab
     ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
     known = set(own.values())
@@ -84,7 +84,7 @@ def _tokenizer_text(model: Path, limit: int) -> str:
 def _tokens_below(limit: int, text: str) -> str:
     """Return a tokenizer.json without the tokens from an id on."""
     content = json.loads(text)
-    content["added_tokens"] = [each for each in content["added_tokens"] if each["id"] < limit]
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < limit]
     model: dict[str, Any] = content["model"]
     if isinstance(model["vocab"], list):
         model["vocab"] = model["vocab"][:limit]

@@ -283,7 +283,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         not known here.
         """
         fields = [value for name, value in self.headers if name == b"transfer-encoding"]
-        codings = [each.strip(b" \t").lower() for each in b",".join(fields).split(b",")]
+        codings = [coding.strip(b" \t").lower() for coding in b",".join(fields).split(b",")]
         if not fields:
             return
         if self.parser.get_http_version() != "1.1":

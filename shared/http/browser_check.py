@@ -123,7 +123,7 @@ def _values(scope: Scope, name: bytes) -> list[str]:
 def _is_of(origin: str, host: str) -> bool:
     """Whether a page's origin is that of a server: the same name or address, and port."""
     scheme, _, authority = origin.lower().partition("://")
-    parts = [_AUTHORITY.fullmatch(each) for each in (authority, host.lower())]
+    parts = [_AUTHORITY.fullmatch(name) for name in (authority, host.lower())]
     one, other = (part and (part[1] or part[2], part[3] or _PORTS.get(scheme)) for part in parts)
     return one is not None and one == other and scheme in _PORTS
 

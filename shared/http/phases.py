@@ -71,7 +71,9 @@ class Phases(Generic[PeerT]):
         if header and next(iter(header.values())) > now - FRESH_S:
             phases.remove(Phase.HEADER)
             phases.insert(phases.index(Phase.IDLE) + 1, Phase.HEADER)
-        return next((next(iter(self._since[each])) for each in phases if self._since[each]), None)
+        return next(
+            (next(iter(self._since[phase])) for phase in phases if self._since[phase]), None
+        )
 
     def overdue(self, now: float) -> list[tuple[PeerT, Phase]]:
         """Return the connections that have waited too long, and for what."""

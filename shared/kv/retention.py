@@ -96,8 +96,8 @@ class Retention:
         if tip in known.sessions:
             end_s = max(end_s, known.sessions[tip].end_s)
         earlier = filter(known.sessions.__contains__, hashes)
-        replaced = [each for each in earlier if known.sessions[each].end_s <= end_s]
-        turns = [known.sessions.pop(each).blocks for each in replaced]
+        replaced = [session for session in earlier if known.sessions[session].end_s <= end_s]
+        turns = [known.sessions.pop(session).blocks for session in replaced]
         # Mostly, the last turn's blocks go on into this turn: only further ones must be counted.
         same = len(turns[-1]) if turns and turns[-1] == blocks[: len(turns[-1])] else 0
         if same:

@@ -216,7 +216,7 @@ def _names(fields: Fields, name: str) -> bool:
     """Whether a file has a field, perhaps in the part of its text model."""
     part = fields.raw.get("text_config")
     both = (fields.raw, part if isinstance(part, dict) else {})
-    return any(each.get(name) not in (None, "") for each in both)
+    return any(grammar.get(name) not in (None, "") for grammar in both)
 
 
 def _named(fields: Fields) -> list[str]:

@@ -179,7 +179,7 @@ def rename_tensors(file: WeightsFile, prefixes: Mapping[str, str]) -> WeightsFil
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in file.tensors.items():
-        prefix = next((each for each in prefixes if name.startswith(each)), "")
+        prefix = next((candidate for candidate in prefixes if name.startswith(candidate)), "")
         renamed = prefixes.get(prefix, "") + name.removeprefix(prefix)
         tensors[name if renamed in tensors or renamed in file.tensors else renamed] = entry
     return dataclasses.replace(file, tensors=tensors)

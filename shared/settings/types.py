@@ -25,7 +25,7 @@ def _seconds_from_text(value: Any) -> Any:
     """Return the seconds by name of a text of `NAME=SECONDS`, separated by commas."""
     if not isinstance(value, str):
         return value
-    parts = [each.rpartition("=") for each in value.split(",") if each.strip()]
+    parts = [part.rpartition("=") for part in value.split(",") if part.strip()]
     if not all(name.strip() for name, _, _ in parts):
         raise ValueError("it must be NAME=SECONDS, or several separated by commas")
     return {name.strip(): seconds.strip() for name, _, seconds in parts}
@@ -69,7 +69,7 @@ def _ids_from_text(value: Any) -> Any:
     """Return the ids in a comma-separated text."""
     if not isinstance(value, str):
         return value
-    return [each.strip() for each in value.split(",") if each.strip()]
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_from_text)]

@@ -242,7 +242,7 @@ class HeadedCall:
     def _may_be(self, name: str, is_open: bool) -> bool:
         """Whether a name is a function's, or the beginning of a function's name if it may go on."""
         if is_open:
-            return any(each.startswith(name) for each in self._names)
+            return any(tool_name.startswith(name) for tool_name in self._names)
         return name in self._names
 
 

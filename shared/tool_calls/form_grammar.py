@@ -103,7 +103,7 @@ def form_or_calls(
     both = grammars_of(wanted, make)
     if any(function.strict for function in wanted.functions):
         return (both[0],)
-    return (*(each for each in both if len(each) <= MAX_GRAMMAR_CHARS), alone)
+    return (*(grammar for grammar in both if len(grammar) <= MAX_GRAMMAR_CHARS), alone)
 
 
 def parsing_of_form(parsing: AnswerParsing, text: str, syntax: ChatSyntax) -> AnswerParsing:

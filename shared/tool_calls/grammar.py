@@ -227,7 +227,8 @@ class _Grammar:
         if not form.other_opens:
             return trigger
         others = [
-            self._until(f"other_begin_{index}", each) for index, each in enumerate(form.other_opens)
+            self._until(f"other_begin_{index}", opening)
+            for index, opening in enumerate(form.other_opens)
         ]
         return f"({' | '.join([trigger, *others])})"
 

@@ -138,7 +138,7 @@ class ChannelParser:
         markers = (*_ENDS, START, *_HEADER_BEGINS)
         if start.startswith(_HEADER_BEGINS):
             self._state = "header"
-        elif spaces > MAX_HEADER or not any(each.startswith(start) for each in markers):
+        elif spaces > MAX_HEADER or not any(end.startswith(start) for end in markers):
             self._open("")
         else:
             return False

@@ -138,11 +138,11 @@ class PythonValues:
         kinds = types_of(keywords)
         if not isinstance(values, list) or kinds is None or len(keywords.keys() - {"type"}) > 1:
             return None
-        values = [each for each in values if type_of(each) & kinds]
+        values = [item for item in values if type_of(item) & kinds]
         constants = [each for each in _CONSTANTS if any(each is value for value in values)]
         if not constants:
             return None
-        others = [each for each in values if not isinstance(each, bool | None)]
+        others = [item for item in values if not isinstance(item, bool | None)]
         expressions = [self._schemas.add(self._next(), {"enum": others})] if others else []
         return [*expressions, *(_CONSTANTS[constant] for constant in constants)]
 

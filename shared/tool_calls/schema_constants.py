@@ -58,7 +58,7 @@ class SchemaConstants:
             if (key := containing.pop()) not in with_constants:
                 with_constants.add(key)
                 containing += above.get(key, ())
-        self._anywhere |= {key: (each, key in with_constants) for key, each in new.items()}
+        self._anywhere |= {key: (inner, key in with_constants) for key, inner in new.items()}
         return self._anywhere[id(schema)][1]
 
     def _inner(self, schema: dict[str, Any]) -> list[Any]:
@@ -94,7 +94,7 @@ class SchemaConstants:
         kinds, listed = types_of(schema), schema.get("enum")
         if kinds is None or not type_of(value) & kinds:
             return False
-        if isinstance(listed, list) and not any(each is value for each in listed):
+        if isinstance(listed, list) and not any(item is value for item in listed):
             return False
         if "const" in schema and schema["const"] is not value:
             return False
@@ -102,7 +102,7 @@ class SchemaConstants:
         if isinstance(reference, str) and not self.allows(self._found(reference), value):
             return False
         follows = {
-            key: [self.allows(each, value) for each in schema[key]]
+            key: [self.allows(alternative, value) for alternative in schema[key]]
             for key in _CHOICES
             if isinstance(schema.get(key), list)
         }

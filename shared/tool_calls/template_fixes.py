@@ -134,8 +134,8 @@ def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
         parameters = function.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
             properties = {
-                name: {**missing, **_without_null(each)} if isinstance(each, dict) else missing
-                for name, each in parameters["properties"].items()
+                name: {**missing, **_without_null(schema)} if isinstance(schema, dict) else missing
+                for name, schema in parameters["properties"].items()
             }
             function["parameters"] = parameters | {"properties": properties}
         tools.append(tool | {"function": function})
@@ -219,7 +219,7 @@ def _one_by_one(
         yield first | {"tool_calls": [call]}
         own = [result for result in results if result.get("tool_call_id") == call.get("id")]
         if index == len(calls) - 1:  # and results that belong to none of the calls
-            ids = [each.get("id") for each in calls[:-1]]
+            ids = [earlier_call.get("id") for earlier_call in calls[:-1]]
             own = [result for result in results if result.get("tool_call_id") not in ids]
         yield from own
 

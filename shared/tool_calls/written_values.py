@@ -194,7 +194,7 @@ class SchemaValues:
         except ValueError:
             return ANY_VALUE
         if id(values) not in self._forms:
-            texts = (each for rule in values.texts for each in rule.values or ())
+            texts = (value for rule in values.texts for value in rule.values or ())
             others: list[OtherType] = sorted(values.others)
             form = ValueForm(values.any_text, tuple(dict.fromkeys(texts)), tuple(others))
             self._forms[id(values)] = form
@@ -301,7 +301,7 @@ def _type_of(value: Any) -> OtherType:
 def _rule(schema: dict[str, Any], values: tuple[str, ...] | None) -> TextRule:
     """Return the rule of a schema's texts."""
     least, most = schema.get("minLength", 0), schema.get("maxLength")
-    patterns = [each for each in (schema.get("pattern"),) if isinstance(each, str)]
+    patterns = [pattern for pattern in (schema.get("pattern"),) if isinstance(pattern, str)]
     unfollowed: list[str] = [key for key in ("not", "if") if key in schema]
     for key, length in (("minLength", least), ("maxLength", most)):
         if key in schema and not is_idle(key, length):

@@ -100,7 +100,7 @@ class XmlCall:
             self.name = name[:end]
             return len(FUNCTION) + end + 1
         could = FUNCTION.startswith(begin) and (
-            end < 0 and any(f"{each}>".startswith(name) for each in self._names)
+            end < 0 and any(f"{tool_name}>".startswith(name) for tool_name in self._names)
         )
         self.has_failed = not could
         return 0
@@ -145,7 +145,9 @@ class XmlCall:
                 self.is_done = True
                 out.append("}")
                 return False
-        could = any(each.startswith(self._buffer) for each in (PARAMETER, FUNCTION_END, _CALL_END))
+        could = any(
+            marker.startswith(self._buffer) for marker in (PARAMETER, FUNCTION_END, _CALL_END)
+        )
         self.has_failed = not could
         return False
 

@@ -119,7 +119,7 @@ class XmlParameterRules:
                 + ", ".join(dict.fromkeys(text.unfollowed))
             )
         if text.values is not None and text == TextRule(text.values):
-            texts = " | ".join(_literal(each + _VALUE_END) for each in _written(text.values))
+            texts = " | ".join(_literal(value + _VALUE_END) for value in _written(text.values))
             return self._rules.add_shared(rule, f"({texts})")
         name = f"{rule}[lazy]"
         return self._rules.add_shared(name, _expression(text, not_first)).removesuffix("[lazy]")

@@ -61,7 +61,7 @@ async def read_counters(
         targets = decode_targets(response.content)
     except (httpx.HTTPError, ProtocolError):
         return Counters()
-    wanted = [each for each in targets if role in (None, each.labels.get("role"))]
+    wanted = [page for page in targets if role in (None, page.labels.get("role"))]
     pages = await asyncio.gather(*(_fetch(client, target) for target in wanted))
     return Counters([sample for page in pages for sample in page])
 

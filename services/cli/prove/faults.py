@@ -152,7 +152,7 @@ class Disturber:
     async def _settle(self) -> None:
         """Read what is left once all answers have ended."""
         facts = self.facts
-        killed = {each.worker for each in (facts.killed_decode, facts.killed_prefill) if each}
+        killed = {claim.worker for claim in (facts.killed_decode, facts.killed_prefill) if claim}
         facts.survivors = tuple(name for name in self._pids if name not in killed)
         await wait_until(self._is_clean, STAGE_TIMEOUT_S)
 

@@ -233,10 +233,10 @@ class SimulatedCluster:
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
         for name in outputs.request_ids:
             requests[name].answer.times.append(arrives_s)
-        special: list[SimulatedRequest] = []
+        individual: list[SimulatedRequest] = []
         for output in others:
-            special.append(self._take(decode, output, arrives_s))
-        heard = partial(self._hear, decode, decode.recent(), special)
+            individual.append(self._take(decode, output, arrives_s))
+        heard = partial(self._hear, decode, decode.recent(), individual)
         self.events.after(host.hop_ms * 1e-3, heard)
 
     def _take(
@@ -255,14 +255,14 @@ class SimulatedCluster:
         return request
 
     def _hear(
-        self, decode: SimulatedWorker, report: LoadReport, special: list[SimulatedRequest]
+        self, decode: SimulatedWorker, report: LoadReport, individual: list[SimulatedRequest]
     ) -> None:
         """Handle a step's tokens at the routers of its answers."""
         for router in self.routers:
             is_running = self._streams.get((decode.name, router.number), 0) > 0
-            if is_running or any(output.router is router for output in special):
+            if is_running or any(request.router is router for request in individual):
                 router.in_flight.record_report(decode.name, report)
-        for request in special:
+        for request in individual:
             request.end_prompt(decode.name)
             if request.answer.outcome == "ok":
                 request.unload()

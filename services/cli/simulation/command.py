@@ -67,7 +67,7 @@ def simulate(
     """
     with one_line_errors():
         params = ctx.params
-        plans = dict.fromkeys(parse_workers(each, policy, routers) for each in workers.split(","))
+        plans = dict.fromkeys(parse_workers(text, policy, routers) for text in workers.split(","))
         load, found_machine = options.load_of(params), options.machine_of(params)
         limits = options.limits_of(params, found_machine, local_prefill_tokens)
         promise = options.promise_of(params)

@@ -100,7 +100,7 @@ class SimulatedDevice:
         result = StepResult(plan.number, [ANSWER_TOKEN] * plan.num_samples)
         if not plan.has_rows:
             return SimulatedStep(self.events, result, 0.0, 0.0)
-        exported = sum(len(each.block_ids) for each in plan.kv if isinstance(each, Export))
+        exported = sum(len(change.block_ids) for change in plan.kv if isinstance(change, Export))
         seconds = prices.steps.step_s(work)
         seconds += exported * prices.block_size * prices.wire.export_us * 1e-6
         free_s = 0.0 if self.last is None else self.last.ends_s

@@ -141,7 +141,7 @@ class MachinePrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 def machine_names() -> list[str]:
     """Return the names of the machines in this package."""
-    return sorted(each.name.removesuffix(".json") for each in _MACHINES.iterdir())
+    return sorted(file.name.removesuffix(".json") for file in _MACHINES.iterdir())
 
 
 def load_machine(name: str) -> MachinePrices:

@@ -106,19 +106,21 @@ def plan(
         trial = TrialLoad(load, found_machine, promise, seed, capacity)
         plans = divisions(gpus, policy, routers)
         choices = [
-            trial.run(each, options.limits_of(ctx.params, found_machine, local))
-            for each in plans
-            for local in dict.fromkeys(local_prefill_tokens[: None if each.prefill else 1])
+            trial.run(division, options.limits_of(ctx.params, found_machine, local))
+            for division in plans
+            for local in dict.fromkeys(local_prefill_tokens[: None if division.prefill else 1])
         ]
         if as_json:
-            print(json.dumps([_report(each) for each in _best_first(choices)], indent=2))
+            print(json.dumps([_report(choice) for choice in _best_first(choices)], indent=2))
         else:
             _show(choices, promise)
 
 
 def divisions(gpus: int, policy: str, routers: int) -> list[ClusterPlan]:
     """Return all divisions of GPUs, aggregated workers first."""
-    return [ClusterPlan(each, gpus - each, policy, routers) for each in range(gpus)]
+    return [
+        ClusterPlan(num_prefill, gpus - num_prefill, policy, routers) for num_prefill in range(gpus)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

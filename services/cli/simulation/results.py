@@ -106,7 +106,7 @@ class Percentiles:
     def of(cls, seconds: Sequence[float]) -> Percentiles:
         """Return the percentiles of times in seconds."""
         ordered = sorted(seconds)
-        return cls(*(percentile(ordered, each) * 1e3 for each in (50, 90, 99)))
+        return cls(*(percentile(ordered, percent) * 1e3 for percent in (50, 90, 99)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def summarize(
         cached_share=_ratio(sum(answer.cached_tokens for answer in complete), prompt),
         known_share=_ratio(sum(answer.known_tokens for answer in complete), prompt),
         preemptions=preemptions,
-        busy={name: _ratio(each, seconds) for name, each in busy_s.items()},
+        busy={name: _ratio(busy, seconds) for name, busy in busy_s.items()},
     )
 
 

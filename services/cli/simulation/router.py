@@ -104,7 +104,7 @@ class SimulatedIndex:
 
     def hits(self, hashes: Sequence[BlockHash], worker_ids: Sequence[str]) -> dict[str, int]:
         """Return how many leading blocks of a prompt each worker has, without zeros."""
-        counts = {each: run_length(self.caches[each].listed, hashes) for each in worker_ids}
+        counts = {worker: run_length(self.caches[worker].listed, hashes) for worker in worker_ids}
         self.recent.extend(counts, hashes, dict.fromkeys(worker_ids, EPOCH))
         return {worker_id: count for worker_id, count in counts.items() if count}
 

@@ -43,7 +43,7 @@ def busy_text(summary: SimulationSummary) -> str:
     shares: dict[str, list[float]] = {}
     for name, share in summary.busy.items():
         shares.setdefault(name.partition("-")[0], []).append(share)
-    means = {role: sum(each) / len(each) for role, each in shares.items()}
+    means = {role: sum(values) / len(values) for role, values in shares.items()}
     if set(means) == {"decode"}:
         return f"{means['decode']:.0%}"
     return ", ".join(f"{role[0].upper()} {means[role]:.0%}" for role in sorted(means, reverse=True))

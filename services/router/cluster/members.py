@@ -98,7 +98,7 @@ class ClusterMembers:
     @property
     def num_routers(self) -> int:
         """How many routers take requests, this one included."""
-        return 1 + sum(each.state != "draining" for each in self.other_routers())
+        return 1 + sum(router.state != "draining" for router in self.other_routers())
 
     def all_routers(self) -> list[RouterRecord]:
         """Return the records of the routers that are alive, this one first."""

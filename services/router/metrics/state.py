@@ -77,7 +77,7 @@ class WorkersCollector:
     def collect(self) -> Iterator[Metric]:
         """Yield the number of workers by role and state as a metric family."""
         counts = Counter(
-            (each["role"], each["state"]) for each in self._members.describe_services()
+            (service["role"], service["state"]) for service in self._members.describe_services()
         )
         workers = GaugeMetricFamily(
             "pagewire_workers",

@@ -99,7 +99,7 @@ class PredictedPolicy:
     ) -> Placement:
         """Order the workers by predicted cost."""
         require_decode_worker(decodes)
-        if any(each.forecast is None for each in (*decodes, *prefills)):
+        if any(candidate.forecast is None for candidate in (*decodes, *prefills)):
             return self._otherwise.place(prompt, decodes, prefills)
         decoding, computing = self._costs(prompt, decodes), self._costs(prompt, prefills)
         best = _cheapest(prompt, decoding, computing)
@@ -113,9 +113,9 @@ class PredictedPolicy:
             tie_breaker = prompt.tie_breaker(self._rng)
             ordered = sorted(candidates, key=lambda each: tie_breaker(each.worker_id))
         return [
-            _costs(prompt, rank, each, each.forecast)
-            for rank, each in enumerate(ordered)
-            if each.forecast
+            _costs(prompt, rank, candidate, candidate.forecast)
+            for rank, candidate in enumerate(ordered)
+            if candidate.forecast
         ]
 
 
@@ -150,7 +150,7 @@ def _cheapest(prompt: Prompt, decoding: list[_Costs], computing: list[_Costs]) -
     is_free = not (prompt.remote and computing)
     spare = [option for option in computing if option.has_room and is_free]
     roomy = [option for option in decoding if option.has_room] or ([] if spare else decoding)
-    least_s = min([each.decode_s for each in (*roomy, *spare)])
+    least_s = min([costs.decode_s for costs in (*roomy, *spare)])
     after_all = len(decoding), len(computing)
     best = _Option(math.inf, after_all, decoding[0])
     for worker in spare:
@@ -211,11 +211,11 @@ def _placement(
     return Placement(
         tuple(worker.worker_id for worker in decodes),
         tuple(sender.worker_id for sender in senders),
-        {each.worker_id: each.prefill_s for each in (*decodes, *senders)},
+        {candidate.worker_id: candidate.prefill_s for candidate in (*decodes, *senders)},
         {
-            each.worker_id: each.queue_s + each.prefill_s
-            for each in (*decodes, *senders)
-            if best.decode.has_room and each.queue_s <= each.prefill_s
+            candidate.worker_id: candidate.queue_s + candidate.prefill_s
+            for candidate in (*decodes, *senders)
+            if best.decode.has_room and candidate.queue_s <= candidate.prefill_s
         },
         local_tokens=local_tokens if computing else None,
     )

@@ -152,7 +152,7 @@ class ServedModel:
             ModelNotFoundError: it asks for another.
         """
         if name not in self.names:
-            known = ", ".join(f"`{each}`" for each in self.names)
+            known = ", ".join(f"`{alias}`" for alias in self.names)
             raise ModelNotFoundError(
                 f"The model `{name[:200]}` does not exist; this server has {known}.", "model"
             )

@@ -31,7 +31,7 @@ def parse_config(fields: Fields) -> ModelConfig:
     """
     config = read_config(ModelConfig, "SmolLM3ForCausalLM", fields, _DEFAULTS)
     rotates = _rotates(fields, config.num_layers)
-    ropes = tuple(config.rope if each else None for each in rotates)
+    ropes = tuple(config.rope if flag else None for flag in rotates)
     window = switched_window(fields, None)
     return with_some_windows(
         fields,

@@ -303,7 +303,7 @@ class DecoderModel:
 
     def targets(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every checkpoint tensor's name and what it fills; see `Parameters.targets`."""
-        yield from ((each.name, each.tensor) for each in named_targets(self.parameters()))
+        yield from ((target.name, target.tensor) for target in named_targets(self.parameters()))
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that stay in memory, each once."""

@@ -152,9 +152,9 @@ class UnquantizedExperts:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield the weights and biases as they are on the device."""
-        for each in (self.gate_up, self.down, self.gate_up_bias, self.down_bias):
-            if each is not None:
-                yield each
+        for tensor in (self.gate_up, self.down, self.gate_up_bias, self.down_bias):
+            if tensor is not None:
+                yield tensor
 
 
 class ExpertWeights(WithMethod[ExpertsMethod]):

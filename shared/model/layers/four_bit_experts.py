@@ -65,9 +65,9 @@ class FourBitExperts:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales and what else there is."""
-        for each in (*self.gate_up, *self.down):
-            if isinstance(each, torch.Tensor):
-                yield each
+        for tensor in (*self.gate_up, *self.down):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
 
     def fill_from(self, source: Int4ExpertTensors) -> None:
         """Keep what a checkpoint's tensors in INT4 hold.

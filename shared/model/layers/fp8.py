@@ -157,7 +157,7 @@ class Fp8Linear:
         if len(self._runs) == 1:
             return self._ops.fp8_linear(x, self._runs[0], self._quantises_inputs, out)
         project = self._ops.fp8_linear
-        y = torch.cat([project(x, each, self._quantises_inputs) for each in self._runs], dim=1)
+        y = torch.cat([project(x, run, self._quantises_inputs) for run in self._runs], dim=1)
         return y if out is None else out.copy_(y)
 
     def targets(self) -> Iterator[NamedTarget]:
@@ -199,7 +199,7 @@ class Fp8Linear:
         """Yield weights, scales and bias as they are on the device."""
         yield self._matrix.weight
         yield self._matrix.scale
-        yield from (each for each in (self.bias, self.input_scales) if each is not None)
+        yield from (tensor for tensor in (self.bias, self.input_scales) if tensor is not None)
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a part's rows another order."""

@@ -102,9 +102,9 @@ class Fp8Experts:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield weights, scales and biases as they are on the device."""
-        for each in (*self._gate_up, *self._down, self._up_scale):
-            if isinstance(each, torch.Tensor):
-                yield each
+        for tensor in (*self._gate_up, *self._down, self._up_scale):
+            if isinstance(tensor, torch.Tensor):
+                yield tensor
 
     def fill_from(self, source: UnquantizedExperts) -> None:
         """Quantise another method's weights, with a scale for each row."""

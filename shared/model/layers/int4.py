@@ -255,16 +255,16 @@ class Int4Linear:
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales, zeros and what else there is."""
         yield from (self._pairs, self._scale, self._zeros)
-        yield from (each for each in (self._order, self.bias) if each is not None)
+        yield from (tensor for tensor in (self._order, self.bias) if tensor is not None)
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
         """Give a part's rows another order."""
         start = 0
         for name, count in self._shape.parts.items():
             if name == part:
-                for each in (self._pairs, self._scale, self._zeros, self.bias):
-                    if each is not None:
-                        rows = each[start : start + count]
+                for tensor in (self._pairs, self._scale, self._zeros, self.bias):
+                    if tensor is not None:
+                        rows = tensor[start : start + count]
                         rows.copy_(rows[order.to(rows.device)])
             start += count
 

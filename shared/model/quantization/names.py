@@ -35,14 +35,14 @@ class ProjectionNames:
 
     def have(self, name: str) -> bool:
         """Whether a projection of this name in the model here is meant."""
-        return any(self._have(each) for each in possible_names(name))
+        return any(self._have(possible) for possible in possible_names(name))
 
     def _have(self, name: str) -> bool:
         modules = _as_set(self.modules)
         outer = accumulate(name.split("."), lambda layer, part: f"{layer}.{part}")
         return (
             name.endswith(self.ends)
-            or any(each in f".{name}." for each in _inner(self.ends))
+            or any(end in f".{name}." for end in _inner(self.ends))
             or any(each in modules for each in outer)
             or any(pattern.match(name) for pattern in _compiled(self.patterns))
         )

@@ -154,7 +154,7 @@ def _read_rope(fields: Fields, positions: int) -> RopeConfig:
     raw = raw_rope(fields)
     if not raw or not isinstance(raw, dict):
         return RopeConfig()
-    sets = [each for each in raw.values() if isinstance(each, dict)] or [raw]
+    sets = [entry for entry in raw.values() if isinstance(entry, dict)] or [raw]
     ropes = [_read_set(fields, parameters, positions) for parameters in sets]
     return min(ropes, key=lambda rope: rope.context(positions))
 

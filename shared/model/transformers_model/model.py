@@ -114,4 +114,4 @@ class TransformersModel:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield each parameter on the device once."""
-        yield from (each for _, each in self._parameters)
+        yield from (parameter for _, parameter in self._parameters)

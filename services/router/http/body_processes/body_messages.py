@@ -65,7 +65,7 @@ class BodyRefusal(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def of(cls, error: InvalidRequestError) -> BodyRefusal:
         """Return an error as a message."""
-        (kind,) = [name for name, each in _REFUSALS.items() if type(error) is each]
+        (kind,) = [name for name, error_type in _REFUSALS.items() if type(error) is error_type]
         return cls(kind, error.message, error.param, error.code)
 
     def error(self) -> InvalidRequestError:

@@ -157,10 +157,13 @@ def _links(route: APIRoute) -> Schema:
     """Return the routes that read or change what a request creates, by the id in the answer."""
     below = re.compile(re.escape(route.path_format) + r"/{(\w+)}(/\w+)?")
     links: Schema = {}
-    for each in ROUTES:
-        if _method(route) == "post" and (named := below.fullmatch(each.path_format)):
+    for target in ROUTES:
+        if _method(route) == "post" and (named := below.fullmatch(target.path_format)):
             parameters = {named[1]: "$response.body#/id"}
-            links[_identifier(each)] = {"operationId": _identifier(each), "parameters": parameters}
+            links[_identifier(target)] = {
+                "operationId": _identifier(target),
+                "parameters": parameters,
+            }
     return links
 
 
@@ -206,8 +209,8 @@ def _require_written_fields(schema: Schema, kind: Struct) -> None:
     fields = msgspec.structs.fields(kind)
     written = [field.encode_name for field in fields if field.default is not msgspec.UNSET]
     schema["required"] = list(dict.fromkeys([*schema.get("required", ()), *written]))
-    for each in schema["properties"].values():
-        each.pop("default", None)
+    for inner in schema["properties"].values():
+        inner.pop("default", None)
 
 
 def _structs(kinds: Iterable[Struct]) -> set[Struct]:
@@ -236,8 +239,8 @@ def _described(schema: Schema, kind: Struct) -> Schema:
     """Return the schema of a struct with the descriptions of its docstrings."""
     docs = _attributes(kind)
     properties = {
-        name: _field(_portable(each), docs.get(name, ""))
-        for name, each in schema["properties"].items()
+        name: _field(_portable(inner), docs.get(name, ""))
+        for name, inner in schema["properties"].items()
     }
     about = _docstring(kind).partition(_ATTRIBUTES)[0]
     return {**schema, "description": " ".join(about.split()), "properties": properties}
@@ -260,8 +263,8 @@ def _docstring(kind: Struct) -> str:
 def _attributes(kind: Struct) -> dict[str, str]:
     """Return what the docstrings of a class and its bases say of fields."""
     descriptions: dict[str, str] = {}
-    for each in reversed(kind.__mro__):
-        part = _docstring(each).partition(_ATTRIBUTES)[2]
+    for base in reversed(kind.__mro__):
+        part = _docstring(base).partition(_ATTRIBUTES)[2]
         for name, text in _ATTRIBUTE.findall(part):
             words = " ".join(text.split())
             descriptions[name] = words[:1].upper() + words[1:]
@@ -282,5 +285,5 @@ def _portable(schema: Any) -> Any:
 
 def _not_null(schema: Schema) -> Schema:
     """Return the schema of a field of a query, which cannot be null."""
-    some = [each for each in schema.get("anyOf", ()) if each != {"type": "null"}]
+    some = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     return some[0] if len(some) == 1 else schema

@@ -48,4 +48,4 @@ def sent_keys(headers: list[tuple[bytes, bytes]]) -> list[bytes]:
     keys = [fields.get(b"x-api-key", b"")]
     if authorization[: len(_BEARER)].lower() == _BEARER:
         keys.insert(0, authorization[len(_BEARER) :])
-    return [key for each in keys if (key := each.strip())]
+    return [key for sent_key in keys if (key := sent_key.strip())]

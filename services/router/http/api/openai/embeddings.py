@@ -83,9 +83,9 @@ def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list
     longest, most = max_model_len - 1, max(MAX_INPUT_TOKENS, max_model_len)
     inputs: list[list[int]] = []
     total = 0
-    for each in split_prompts(body.input, "input", MAX_INPUTS):
+    for prompt in split_prompts(body.input, "input", MAX_INPUTS):
         number = len(inputs)
-        ids = prompt_ids(each, model, max_model_len, adds_special, "input")
+        ids = prompt_ids(prompt, model, max_model_len, adds_special, "input")
         ids = last_tokens(ids, kept, longest)
         if not ids:
             raise InvalidRequestError(f"input {number} has no tokens", "input")

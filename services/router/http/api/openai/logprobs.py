@@ -44,7 +44,7 @@ def chat_logprobs(
         [
             objects.ChatToken(
                 *entry(token.id, token.logprob),
-                [objects.TopToken(*entry(*each)) for each in token.top],
+                [objects.TopToken(*entry(*likely)) for likely in token.top],
             )
             for token in tokens
         ]
@@ -63,7 +63,7 @@ def prompt_logprobs(
     entries: objects.PromptTokens = [None]
     for token in tokens or ():
         position: dict[str, objects.PromptToken] = {}
-        ranked = [(*each, rank) for rank, each in enumerate(token.top, start=1)]
+        ranked = [(*likely, rank) for rank, likely in enumerate(token.top, start=1)]
         for token_id, logprob, rank in [(token.id, token.logprob, token.rank), *ranked]:
             entry = objects.PromptToken(finite(logprob), rank, token_bytes.text(token_id))
             position.setdefault(str(token_id), entry)

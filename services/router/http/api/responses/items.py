@@ -34,8 +34,8 @@ class OutputItems:
     def add(self, added: Iterable[parsed.AnswerEvent]) -> list[objects.ResponseEvent]:
         """Add what was found in the answer; return the stream's events."""
         events: list[objects.ResponseEvent] = []
-        for each in added:
-            match each:
+        for event in added:
+            match event:
                 case parsed.ReasoningText(text):
                     events += self._reasoning(text)
                 case parsed.ContentText(text):
