@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -39,10 +40,15 @@ from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.transfer.endpoint.events import (
+    JobActivated,
+    JobReserved,
+    KvEvent,
+    LinkLost,
+    LinkTested,
+)
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
-from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import make_staging
@@ -173,7 +179,9 @@ class Engine:
     def _on_outputs(self, outputs: StepOutputs) -> None:
         """Do nothing with the tokens, which no bench reads."""
 
-    def endpoint(self, carrier: str, **options: Any) -> KvEndpoint:
+    def endpoint(
+        self, carrier: str, handle: Callable[[KvEvent], None] = lambda _event: None
+    ) -> KvEndpoint:
         """Open sockets, carrier and endpoint, with further arguments of its receiver."""
         sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
@@ -187,11 +195,12 @@ class Engine:
             "staging": self.staging,
             "layout": LAYOUT,
             "carriers": {carrier: opened},
+            "events": deque[KvEvent](),
             "watch": self.thread.watch,
             "unwatch": self.thread.unwatch,
         }
         socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
-        receiver = KvReceiver(socket=socket, **options, **parts)
+        receiver = KvReceiver(socket=socket, **parts)
         sender = KvSender(
             slots=receiver.slots,
             notify=receiver.send_all,
@@ -199,7 +208,7 @@ class Engine:
             timeout_s=TIMEOUT_S,
             **parts,
         )
-        endpoint = KvEndpoint(sender, receiver)
+        endpoint = KvEndpoint(sender, receiver, handle)
         self.open.callback(endpoint.close_all)
         self.core.hooks.append(endpoint)
         return endpoint
@@ -252,32 +261,27 @@ def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int)
     engine.close()
 
 
-class Receiving(JobCallbacks):
+class Receiving:
     """The receiving process's side. Links open one after the other."""
 
     def __init__(self, engine: Engine, carrier: str) -> None:
         self._events: queue.Queue[Any] = queue.Queue()  # events of one kind at a time, or an error
         self._engine = engine
-        self._receiver = engine.endpoint(
-            carrier,
-            on_link_tested=lambda _link: self._events.put(time.monotonic_ns()),
-            on_link_lost=self._on_link_lost,
-        ).receiver
-        self._receiver.callbacks = self
+        self._receiver = engine.endpoint(carrier, self._on_event).receiver
         self._rounds = 0
 
-    def on_reserved(self, job: ReceiverJob) -> None:
-        """Record a job's name, and set any first token: it is not timed."""
-        self._receiver.complete(job, 7)
-        self._events.put(job.name)
-
-    def on_activated(self, job: ReceiverJob) -> None:
-        """Record the time at which a prompt has crossed, and abort its sequence."""
-        self._events.put(time.monotonic_ns())
-        self._engine.core.sequences.abort(job.request_id)
-
-    def _on_link_lost(self, link: ReceiverLink, reason: str) -> None:
-        self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))
+    def _on_event(self, event: KvEvent) -> None:
+        match event:
+            case JobReserved(job):
+                self._receiver.complete(job, 7)  # any first token: it is not timed
+                self._events.put(job.name)
+            case JobActivated(job):
+                self._events.put(time.monotonic_ns())
+                self._engine.core.sequences.abort(job.request_id)
+            case LinkTested():
+                self._events.put(time.monotonic_ns())
+            case LinkLost(link, reason):
+                self._events.put(BenchError(f"the link to {link.peer} was lost: {reason}"))
 
     def _next(self, what: str) -> Any:
         try:

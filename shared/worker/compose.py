@@ -24,6 +24,8 @@ def make_service(runtime: WorkerRuntime) -> WorkerService:
     def is_draining() -> bool:
         return runtime.is_draining
 
+    requests = RouterRequests(engine, post, is_draining, local_prefills, loads.recent, tracing)
+    remote_jobs = RemoteJobs(engine, kv.receiver, requests, local_prefills)
     prefill_links = PrefillLinks(
         runtime.identity,
         engine,
@@ -35,21 +37,14 @@ def make_service(runtime: WorkerRuntime) -> WorkerService:
         lease_s=settings.lease_s,
         timeout_s=settings.transfer_timeout_s,
         find_crash=runtime.crash_reports.find,
-    )
-    remote_jobs = RemoteJobs(
-        engine,
-        kv.receiver,
-        local_prefills,
-        settings.prefill_timeout_s,
-        engine.in_loop(prefill_links.look_up_crash),
+        suspect=remote_jobs.suspect,
     )
     return WorkerService(
         engine,
-        RouterRequests(
-            engine, remote_jobs, post, is_draining, local_prefills, loads.recent, tracing
-        ),
+        requests,
         EmbeddingJobs(engine, post, is_draining),
         prefill_links,
         DecodeLinks(engine, kv.sender, post, runtime.tasks, settings.transfer_timeout_s),
         PrefillJobs(engine, kv.sender, is_draining, loads.current, tracing),
+        remote_jobs,
     )

@@ -51,9 +51,6 @@ class DecodeLinks:
     _peers: dict[str, _Peer] = field(default_factory=dict)  # by connection
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
-    def __post_init__(self) -> None:
-        self.sender.on_link_lost = self.engine.in_loop(self._on_lost)
-
     def open(self, peer_id: str, hello: KvHello) -> None:
         """Open the link that a worker offers, or refuse it, in a background task."""
         self.close(peer_id)  # an earlier link or attempt of this connection
@@ -108,7 +105,7 @@ class DecodeLinks:
         found = (name for name, peer in peers if peer.link.value is link)
         return next(found, None)
 
-    def _on_lost(self, link: SenderLink, reason: str) -> None:
+    def on_lost(self, link: SenderLink, reason: str) -> None:
         """Notify the worker, which then offers another link, perhaps by another carrier."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         if (peer_id := self.connection_of(link)) is not None:

@@ -66,7 +66,7 @@ class DecodeRequest:
         """Set fields of `timings`."""
         self.timings = msgspec.structs.replace(self.timings, **found)
 
-    def note_transfer(self) -> None:
+    def add_transfer_span(self) -> None:
         """Add a span for the KV transfer, if the request is traced."""
         if self.span is not None:
             about: Attributes = {

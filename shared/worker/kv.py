@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any, get_args
@@ -22,6 +24,7 @@ from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
 from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
+from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
@@ -100,10 +103,11 @@ async def open_endpoint(
     sockets: KvSockets,
     staging: Staging,
     advertise_host: str,
+    handle: Callable[[KvEvent], None],
 ) -> KvEndpoint:
     """Open the KV endpoint.
 
-    `stack` closes it, after the engine's thread has ended.
+    `stack` closes it, after the engine's thread has ended. `handle` gets its events.
 
     Raises:
         ConfigError: a carrier is not available, or this machine does not have the host's address.
@@ -130,10 +134,15 @@ async def open_endpoint(
         "staging": staging,
         "layout": engine.layout,
         "carriers": carriers,
+        "events": deque[KvEvent](),
         "watch": engine.thread.watch,
         "unwatch": engine.thread.unwatch,
     }
-    receiver = KvReceiver(socket=ReceiverSocket(sockets, settings.host, advertise_host), **parts)
+    receiver = KvReceiver(
+        socket=ReceiverSocket(sockets, settings.host, advertise_host),
+        job_timeout_s=settings.prefill_timeout_s,
+        **parts,
+    )
     sender = KvSender(
         slots=receiver.slots,
         notify=receiver.send_all,
@@ -141,7 +150,7 @@ async def open_endpoint(
         timeout_s=settings.transfer_timeout_s,
         **parts,
     )
-    endpoint = KvEndpoint(sender, receiver)
+    endpoint = KvEndpoint(sender, receiver, handle)
     stack.callback(endpoint.close_all)
     return endpoint
 

@@ -74,10 +74,6 @@ class PrefillJobs:
     tracing: Tracing | None = None
     _jobs: dict[str, _Job] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.sender.on_job_request = self._on_job_request
-        self.sender.on_failed = self._on_failed
-
     def __len__(self) -> int:
         """Jobs that have not ended, their blocks included; may be called in any thread."""
         return self.sender.num_jobs
@@ -87,7 +83,8 @@ class PrefillJobs:
         job = self._jobs.get(job_id)
         return None if job is None else job.link
 
-    def _on_job_request(self, link: SenderLink, message: JobRequest) -> None:
+    def on_request(self, link: SenderLink, message: JobRequest) -> None:
+        """Begin a job for the worker at the other end of a link, or cancel one."""
         if isinstance(message, CancelPrefill):
             job = self._jobs.get(message.job_id)
             if job is not None and job.link is link:
@@ -141,7 +138,7 @@ class PrefillJobs:
             self.sender.post(job.link, scored)
         elif output.finish_reason == "error":
             self.sender.cancel(job_id, job.link)
-            self._on_failed(job_id, job.link, output.error or "the engine failed")
+            self.on_failed(job_id, job.link, output.error or "the engine failed")
         else:
             del self._jobs[job_id]
             job.end_span(output.cached_tokens or 0, output.chunks)
@@ -159,7 +156,7 @@ class PrefillJobs:
             logger.debug("job %s has its first token", job_id, extra=about(job.log_id))
         return True
 
-    def _on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
+    def on_failed(self, job_id: str, link: SenderLink, reason: str) -> None:
         """Remove a failed job and report it, whether its first token was sent or not."""
         job = self._jobs.pop(job_id, None)
         if job is not None:

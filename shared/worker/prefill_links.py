@@ -20,7 +20,6 @@ from pagewire.shared.control.protocol import (
     KvRefusal,
     Role,
 )
-from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.worker.engine_handle import EngineHandle, EngineResource
@@ -87,6 +86,7 @@ class PrefillLinks:
         lease_s: silence after which a control server counts as lost.
         timeout_s: for each step of opening a link.
         find_crash: returns the crash report of a worker's run; None if it did not crash.
+        suspect: called in the engine's thread if jobs may be why their worker ends.
     """
 
     identity: WorkerIdentity
@@ -99,16 +99,13 @@ class PrefillLinks:
     lease_s: float
     timeout_s: float
     find_crash: FindCrash
+    suspect: Callable[[Blamed], None]
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
     _is_closed: bool = False
     # Carriers that failed their tests, and why, by worker and epoch.
     _unfit: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
-
-    def __post_init__(self) -> None:
-        self.receiver.on_link_tested = self.engine.in_loop(self._on_tested)
-        self.receiver.on_link_lost = self.engine.in_loop(self._on_kv_lost)
 
     @property
     def open_epochs(self) -> dict[str, int]:
@@ -163,7 +160,7 @@ class PrefillLinks:
             self._complaints.forget(record.worker_id, record.epoch)
             logger.info("linked to %s by %s", record.worker_id, kv.carrier)
         elif kv.is_granted or not kv.carrier:
-            self._on_kv_lost(kv, "no answer")
+            self.on_lost(kv, "no answer")
         else:  # not the carrier's fault
             self._lose(link, "all staging slots are in use")
 
@@ -200,9 +197,10 @@ class PrefillLinks:
         match message:
             case KvRefusal():
                 if kv is not None and message.link == kv.number:
-                    self._on_kv_lost(kv, message.error)
+                    self.on_lost(kv, message.error)
             case Blamed():
-                self._on_blamed(message)
+                # In the engine's thread before the link is closed there.
+                self.engine.submit(lambda _core: self.suspect(message), admitted=True)
             case EngineLost():
                 self._lose(link, message.error)
             case _:
@@ -211,18 +209,14 @@ class PrefillLinks:
                     "ignoring an unexpected %s message from %s", name, link.record.worker_id
                 )
 
-    def _on_blamed(self, message: Blamed) -> None:
-        def suspect(_core: EngineCore) -> None:
-            self.receiver.callbacks.on_suspected(message)
-
-        self.engine.submit(suspect, admitted=True)  # before the link is closed, likewise
-
-    def _on_tested(self, kv: ReceiverLink) -> None:
+    def on_tested(self, kv: ReceiverLink) -> None:
+        """Let jobs use a link that has passed its test."""
         link = self._links.get(kv.peer)
         if link is not None and link.kv.value is kv:
             link.tested.set_result(None)
 
-    def _on_kv_lost(self, kv: ReceiverLink, reason: str) -> None:
+    def on_lost(self, kv: ReceiverLink, reason: str) -> None:
+        """End the connection of a KV link that has ended; another one is opened later."""
         link = self._links.get(kv.peer)
         if link is not None and link.kv.value is kv:
             if not link.tested.done():

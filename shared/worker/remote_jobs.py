@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from functools import partial
 
 import msgspec
 from prometheus_client import Counter
@@ -23,9 +21,8 @@ from pagewire.shared.cluster.crash_reports import CrashReport
 from pagewire.shared.control.protocol import MAX_STRIKES, Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.receiver_jobs import ReceiverJob
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.job_messages import (
     CancelPrefill,
@@ -37,6 +34,7 @@ from pagewire.shared.transfer.job_messages import (
 from pagewire.shared.worker.decode_request import DecodeRequest
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.metrics import LocalPrefill
+from pagewire.shared.worker.router_requests import RouterRequests
 
 logger = logging.getLogger(__name__)
 
@@ -46,48 +44,33 @@ def request_of(job_name: str) -> str:
     return job_name.rpartition(".")[0]
 
 
-class RemoteJobs(JobCallbacks):
+class RemoteJobs:
     """The prefill jobs that other workers do for requests of this one.
 
     Args:
         engine: this worker's engine, which decodes after the prefill.
         receiver: receives the jobs' blocks.
+        requests: the requests of routers. The event loop owns them, and is notified.
         local_prefills: counts the prompts that this worker computes instead, by reason.
-        timeout_s: a job without a message or segment for this long goes to the next worker.
-        look_up_crash: finds out whether the worker of an ended link crashed, and calls a function
-            with the report, in the engine's thread.
-
-    Attributes, which `RouterRequests` sets:
-        find: returns a live request by its name in the engine.
-        on_first_token: called once per request, with the message and the worker that sent it.
-        on_prompt_scored: called before `on_first_token`, with log probabilities of the prompt. If
-            another worker computes the prompt again, they come again from its start.
-        on_arrived: called when all of a request's KV has arrived, and its timings are known.
-        on_blamed: called if a request may be why a prefill worker hung or died.
     """
-
-    find: Callable[[str], DecodeRequest | None]
-    on_first_token: Callable[[DecodeRequest, PrefillDone, str], None]
-    on_prompt_scored: Callable[[DecodeRequest, PromptLogprobs], None]
-    on_arrived: Callable[[DecodeRequest], None]
-    on_blamed: Callable[[DecodeRequest, Blamed], None]
 
     def __init__(
         self,
         engine: EngineHandle,
         receiver: KvReceiver,
+        requests: RouterRequests,
         local_prefills: Counter,
-        timeout_s: float,
-        look_up_crash: Callable[[ReceiverLink, Callable[[CrashReport | None], None]], None],
     ) -> None:
-        self._look_up_crash = look_up_crash
         self._engine, self._receiver = engine, receiver
-        self._local_prefills, self._timeout_s = local_prefills, timeout_s
-        receiver.callbacks = self
+        self._requests, self._local_prefills = requests, local_prefills
+        self._on_first_token = engine.in_loop(requests.on_first_token)
+        self._on_prompt_scored = engine.in_loop(requests.on_prompt_scored)
+        self._on_arrived = engine.in_loop(requests.on_arrived)
+        self._on_blamed = engine.in_loop(requests.on_blamed)
 
-    def on_reserved(self, job: ReceiverJob) -> None:
+    def begin(self, job: ReceiverJob) -> None:
         """Have a prefill worker compute a request's prompt, unless the request was cancelled."""
-        request = self.find(job.request_id)
+        request = self._requests.find(job.request_id)
         if request is not None:
             request.is_remote = True
             sequence = self._engine.core.sequences.get(request.engine_id)
@@ -116,17 +99,16 @@ class RemoteJobs(JobCallbacks):
         names = (*request.message.prefill_workers, *links)
         return next((links[n] for n in names if n in links and n not in request.tried), None)
 
-    def on_message(self, link: ReceiverLink, message: JobReport) -> None:
+    def on_report(self, job: ReceiverJob, message: JobReport) -> None:
         """Handle a prefill worker's report about a job; ignore it if the job was given up."""
-        job = self._receiver.jobs.note_activity(message.job_id)
-        if job is None or job.link is not link:
+        if (link := job.link) is None:
             return
         if isinstance(message, PrefillFailed):
-            self._on_failed(job, message.reason)
-        elif (request := self.find(job.request_id)) is None:
+            self.give_up(job, message.reason)
+        elif (request := self._requests.find(job.request_id)) is None:
             return  # it was cancelled
         elif isinstance(message, PromptScored):
-            self.on_prompt_scored(request, message.prompt_logprobs)
+            self._on_prompt_scored(request, message.prompt_logprobs)
         else:
             self._on_done(request, job, link.peer, message)
 
@@ -149,12 +131,12 @@ class RemoteJobs(JobCallbacks):
             # It may have come as soon as the messages before it were read.
             unread_s = round(time.monotonic() - self._engine.thread.commands_s, 3)
             load = msgspec.structs.replace(done.load, age_s=done.load.age_s + unread_s)
-            self.on_first_token(request, msgspec.structs.replace(done, load=load), peer)
+            self._on_first_token(request, msgspec.structs.replace(done, load=load), peer)
         self._receiver.complete(job, request.first_token)
 
-    def on_activated(self, job: ReceiverJob) -> None:
+    def record_transfer(self, job: ReceiverJob) -> None:
         """Record the transfer in the request's timings."""
-        request, now = self.find(job.request_id), self._receiver.clock()
+        request, now = self._requests.find(job.request_id), self._receiver.clock()
         if request is None or job.link is None:
             return  # it was cancelled
         first = job.first_segment_s
@@ -165,20 +147,21 @@ class RemoteJobs(JobCallbacks):
             segments=job.num_segments,
             carrier=job.link.carrier or None,
         )
-        request.note_transfer()
-        self.on_arrived(request)
+        request.add_transfer_span()
+        if request.message.timed:
+            self._on_arrived(request)
 
-    def on_withdrawn(self, job: ReceiverJob) -> None:
+    def withdraw(self, job: ReceiverJob) -> None:
         """Cancel a job at the prefill worker that has it."""
         link, job.link = job.link, None
         if link is not None:
             self._receiver.post(link, CancelPrefill(job_id=job.name))
 
-    def on_suspected(self, suspected: Blamed) -> None:
+    def suspect(self, suspected: Blamed) -> None:
         """Note that jobs may be why their worker ends. Those that are to blame begin no more."""
         names = {request_of(name) for name in suspected.request_ids}
         for job in [job for job in self._receiver.jobs if request_of(job.name) in names]:
-            request = self.find(job.request_id)
+            request = self._requests.find(job.request_id)
             if request is None:
                 continue  # it was cancelled
             strikes = min(MAX_STRIKES, request.strikes + suspected.strikes)
@@ -186,33 +169,31 @@ class RemoteJobs(JobCallbacks):
                 each.strikes = strikes
                 if (sequence := self._engine.core.sequences.get(each.engine_id)) is not None:
                     sequence.strikes = strikes
-            self.on_blamed(request, suspected)
+            self._on_blamed(request, suspected)
 
-    def on_link_closed(self, link: ReceiverLink) -> None:
-        """Look up whether the worker crashed, then give the link's jobs to other workers."""
-        if any(job.link is link for job in self._receiver.jobs):
-            self._look_up_crash(link, partial(self._move_jobs, link))
+    def await_link(self, link: ReceiverLink) -> bool:
+        """Whether a job waits for the prefill worker at the other end of a link."""
+        return any(job.link is link for job in self._receiver.jobs)
 
-    def _move_jobs(self, link: ReceiverLink, crash: CrashReport | None) -> None:
+    def move(self, link: ReceiverLink, crash: CrashReport | None) -> None:
+        """Give the jobs of an ended link to other workers.
+
+        Args:
+            link: the link.
+            crash: says who may be why, if the worker at its other end crashed.
+        """
         if crash is not None:
-            self.on_suspected(crash.blamed())
+            self.suspect(crash.blamed())
         for job in self._receiver.jobs:
             if job.link is link:
-                self._on_failed(job, "the link is lost")
+                self.give_up(job, "the link is lost")
 
-    def check_deadlines(self) -> None:
-        """Send jobs to other workers if no message or segment has come for `timeout_s`."""
-        latest = self._receiver.clock() - self._timeout_s
-        for job in self._receiver.jobs:
-            if job.last_active_s < latest:
-                self._on_failed(job, f"no message or segment for {self._timeout_s:g} s")
-
-    def _on_failed(self, job: ReceiverJob, reason: str) -> None:
+    def give_up(self, job: ReceiverJob, reason: str) -> None:
         """Give a job up, and have the next worker do it, unless the request was cancelled."""
         if (link := job.link) is None:
             return  # it was given up already, or this worker computes the prompt
-        self.on_withdrawn(job)
-        request = self.find(job.request_id)
+        self.withdraw(job)
+        request = self._requests.find(job.request_id)
         if request is not None:
             text = "prefill of %s by %s failed: %s"
             logger.warning(text, request.engine_id, link.peer, reason, extra=request.log)

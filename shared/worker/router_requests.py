@@ -42,7 +42,6 @@ from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.shared.transfer.job_messages import PrefillDone
 from pagewire.shared.worker.decode_request import DecodeRequest
 from pagewire.shared.worker.engine_handle import EngineHandle
-from pagewire.shared.worker.remote_jobs import RemoteJobs
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ class RouterRequests:
 
     Args:
         engine: this worker's engine.
-        jobs: the jobs that other workers do for this worker.
         post: sends a control message to a connection.
         is_draining: whether new requests are refused.
         local_prefills: counts prompts that this worker computes, by reason.
@@ -62,29 +60,22 @@ class RouterRequests:
     """
 
     engine: EngineHandle
-    jobs: RemoteJobs
     post: Callable[[str, ControlMessage], object]
     is_draining: Callable[[], bool]
     local_prefills: Counter
     load: Callable[[], LoadReport]
     tracing: Tracing | None = None
-    _post_timings_soon: Callable[[DecodeRequest], None] = field(init=False)
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _requests: dict[str, DecodeRequest] = field(default_factory=dict)
     _by_router: dict[tuple[str, str], DecodeRequest] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        jobs, in_loop = self.jobs, self.engine.in_loop
-        jobs.find = self._requests.get
-        jobs.on_first_token = in_loop(self._on_first_token)
-        jobs.on_prompt_scored = in_loop(self._on_prompt_scored)
-        jobs.on_arrived = self._on_arrived
-        jobs.on_blamed = in_loop(self._on_blamed)
-        self._post_timings_soon = in_loop(self._post_timings)
-
     def __len__(self) -> int:
         """Number of requests that are not finished."""
         return len(self._requests)
+
+    def find(self, engine_id: str) -> DecodeRequest | None:
+        """Return a live request by its name in the engine. May be called in any thread."""
+        return self._requests.get(engine_id)
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return the routers' connections and ids of all requests with a sequence's prompt."""
@@ -211,8 +202,11 @@ class RouterRequests:
 
     # Outputs
 
-    def _on_first_token(self, request: DecodeRequest, done: PrefillDone, worker_id: str) -> None:
-        """Send the router a first token that a prefill worker sampled; KV may still be arriving."""
+    def on_first_token(self, request: DecodeRequest, done: PrefillDone, worker_id: str) -> None:
+        """Send the router a first token that a prefill worker sampled; KV may still be arriving.
+
+        Called once for each request, with the message and the name of the worker that sent it.
+        """
         if request.engine_id not in self._requests:
             return  # cancelled meanwhile
         output = TokenOutput(
@@ -226,23 +220,23 @@ class RouterRequests:
         )
         self._post_outputs(request.peer_id, [output])
 
-    def _on_prompt_scored(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
-        """Send the log probabilities of a prompt, for all requests of the group."""
+    def on_prompt_scored(self, request: DecodeRequest, scored: PromptLogprobs) -> None:
+        """Send the log probabilities of a prompt, for all requests of the group.
+
+        They come before the first token, and again from the prompt's start if another worker
+        computes it again.
+        """
         for each in request.group:
             if each.engine_id in self._requests:
                 self._post_scores(each, scored)
 
-    def _on_blamed(self, request: DecodeRequest, suspected: Blamed) -> None:
+    def on_blamed(self, request: DecodeRequest, suspected: Blamed) -> None:
         """Report to the router that a prefill worker suspects a request; the router decides."""
         names = [each.message.request_id for each in request.group]
         self.post(request.peer_id, msgspec.structs.replace(suspected, request_ids=names))
 
-    def _on_arrived(self, request: DecodeRequest) -> None:
-        """Send a request's timings now if it needs them early. Runs in the engine's thread."""
-        if request.message.timed:
-            self._post_timings_soon(request)
-
-    def _post_timings(self, request: DecodeRequest) -> None:
+    def on_arrived(self, request: DecodeRequest) -> None:
+        """Send a request's timings: all of its KV has arrived."""
         if request.engine_id in self._requests:
             output = TokenOutput(request_id=request.message.request_id, timings=request.timings)
             self._post_outputs(request.peer_id, [output])

@@ -42,6 +42,7 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
+from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sockets import KvSockets
 from pagewire.shared.worker.crash_watch import CrashWatch
@@ -260,6 +261,7 @@ class WorkerRuntime:
             KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
             staging,
             self._advertised,
+            self._on_kv_event,
         )
         if settings.cuda_graphs:
             await asyncio.to_thread(capture_moves, self.built.runner.mover, staging.buffers)
@@ -299,6 +301,11 @@ class WorkerRuntime:
     def _on_peer_lost(self, peer_id: str) -> None:
         if self._service is not None:
             self._service.on_peer_lost(peer_id)
+
+    def _on_kv_event(self, event: KvEvent) -> None:
+        service = self._service  # read once: this is the engine's thread
+        if service is not None:
+            service.on_kv_event(event)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         service = self._service  # read once: this is the engine's thread

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pagewire.shared.control.protocol import (
     Cancel,
@@ -24,11 +25,27 @@ from pagewire.shared.control.protocol import (
     PrefillSoon,
 )
 from pagewire.shared.engine.step_output import StepOutputs
+from pagewire.shared.transfer.endpoint.events import (
+    JobActivated,
+    JobFailed,
+    JobReported,
+    JobRequested,
+    JobReserved,
+    JobSilent,
+    JobWithdrawn,
+    KvEvent,
+    LinkClosed,
+    LinkLost,
+    LinkTested,
+)
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.worker.decode_links import DecodeLinks
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.prefill_jobs import PrefillJobs
 from pagewire.shared.worker.prefill_links import PrefillLinks
+from pagewire.shared.worker.remote_jobs import RemoteJobs
 from pagewire.shared.worker.router_requests import RouterRequests
 
 logger = logging.getLogger(__name__)
@@ -45,6 +62,7 @@ class WorkerService:
         prefill_links: the links to workers that compute prompts for this one.
         decode_links: the links to workers for which this one computes prompts.
         jobs: the prompts of these workers.
+        remote_jobs: the jobs that other workers do for this one.
     """
 
     engine: EngineHandle
@@ -53,10 +71,13 @@ class WorkerService:
     prefill_links: PrefillLinks
     decode_links: DecodeLinks
     jobs: PrefillJobs
+    remote_jobs: RemoteJobs
     _take_soon: Callable[[StepOutputs], None] = field(init=False)
+    _on_link_event_soon: Callable[[KvEvent], None] = field(init=False)
 
     def __post_init__(self) -> None:
         self._take_soon = self.engine.in_loop(self._take)
+        self._on_link_event_soon = self.engine.in_loop(self._on_link_event)
 
     @property
     def num_active(self) -> int:
@@ -95,6 +116,40 @@ class WorkerService:
         self.requests.on_peer_lost(peer_id)
         self.embeddings.on_peer_lost(peer_id)
         self.decode_links.close(peer_id)
+
+    def on_kv_event(self, event: KvEvent) -> None:
+        """Handle what has happened at the KV endpoint. Runs in the engine's thread."""
+        match event:
+            case JobReserved(job):
+                self.remote_jobs.begin(job)
+            case JobWithdrawn(job):
+                self.remote_jobs.withdraw(job)
+            case JobReported(job, report):
+                self.remote_jobs.on_report(job, report)
+            case JobSilent(job, reason):
+                self.remote_jobs.give_up(job, reason)
+            case JobActivated(job):
+                self.remote_jobs.record_transfer(job)
+            case JobRequested(link, request):
+                self.jobs.on_request(link, request)
+            case JobFailed(name, link, reason):
+                self.jobs.on_failed(name, link, reason)
+            case LinkClosed(closed):
+                if self.remote_jobs.await_link(closed):
+                    self._on_link_event_soon(event)
+            case _:
+                self._on_link_event_soon(event)
+
+    def _on_link_event(self, event: KvEvent) -> None:
+        match event:
+            case LinkTested(link):
+                self.prefill_links.on_tested(link)
+            case LinkLost(ReceiverLink() as link, reason):
+                self.prefill_links.on_lost(link, reason)
+            case LinkLost(SenderLink() as sender_link, reason):
+                self.decode_links.on_lost(sender_link, reason)
+            case LinkClosed(link):
+                self.prefill_links.look_up_crash(link, partial(self.remote_jobs.move, link))
 
     def owners_of(self, engine_id: str) -> list[tuple[str, str]]:
         """Return who has a sequence of the engine computed. May be called in any thread.

@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
@@ -20,7 +19,13 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.events import (
+    JobActivated,
+    JobFailed,
+    JobReserved,
+    KvEvent,
+)
+from pagewire.shared.transfer.endpoint.receiver_jobs import ReceiverJob
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
@@ -74,19 +79,6 @@ class Request:
         return self.blocks.coverage.positions
 
 
-class _Reports(JobCallbacks):
-    """Passes a receiver's reports on to a pair."""
-
-    def __init__(self, pair: KvPair) -> None:
-        self._pair = pair
-
-    def on_reserved(self, job: ReceiverJob) -> None:
-        self._pair.on_reserved(job)
-
-    def on_activated(self, job: ReceiverJob) -> None:
-        self._pair.requests[job.request_id].job = ""
-
-
 @dataclass(eq=False)
 class KvPair:
     """Workers, links and requests.
@@ -107,10 +99,8 @@ class KvPair:
     news: deque[Callable[[], object]] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        for prefill in self.prefills:
-            prefill.sender.on_failed = partial(self._on_failed, prefill)
-        for decode in self.decodes:
-            decode.receiver.callbacks = _Reports(self)
+        for side in self.sides:
+            side.handle = self._on_event
 
     # One of each
 
@@ -215,7 +205,8 @@ class KvPair:
             link.prefill.sender.export(job, link.sent, positions.start, positions.stop)
         except TransferError as exc:
             link.prefill.core.sequences.abort(job)
-            self._on_failed(link.prefill, job, link.sent, str(exc))
+            link.prefill.failed[job] = str(exc)
+            self._on_failed(job)
         return sequence
 
     def _begin(self, request: Request, job: str) -> None:
@@ -231,7 +222,16 @@ class KvPair:
             first_token = next(iter(request.tokens), None)
             request.decode.core.sequences.recompute_locally(sequence, first_token)
 
-    def on_reserved(self, job: ReceiverJob) -> None:
+    def _on_event(self, event: KvEvent) -> None:
+        match event:
+            case JobReserved(job):
+                self._on_reserved(job)
+            case JobActivated(job):
+                self.requests[job.request_id].job = ""
+            case JobFailed(name):
+                self._on_failed(name)
+
+    def _on_reserved(self, job: ReceiverJob) -> None:
         """Ask for a request's blocks."""
         request = self.requests[job.request_id]
         request.blocks = job
@@ -240,8 +240,7 @@ class KvPair:
         else:
             request.job = job.name
 
-    def _on_failed(self, prefill: Side, job: str, _link: SenderLink, reason: str) -> None:
-        prefill.failed[job] = reason
+    def _on_failed(self, job: str) -> None:
         request = self._find(job)
         if request is not None and self.starts_jobs:
             self.news.append(lambda: self.retry(request, job))

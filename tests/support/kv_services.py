@@ -28,9 +28,9 @@ from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
+from pagewire.shared.transfer.endpoint.events import JobReported, JobRequested, KvEvent
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
-from pagewire.shared.transfer.endpoint.sender_link import SenderLink
-from pagewire.shared.transfer.job_messages import JobRequest
+from pagewire.shared.transfer.job_messages import JobReport, JobRequest
 from pagewire.shared.worker.decode_links import DecodeLinks
 from pagewire.shared.worker.embedding_jobs import EmbeddingJobs
 from pagewire.shared.worker.engine_handle import EngineHandle
@@ -90,6 +90,7 @@ class Worker:
         service: takes the worker's messages and outputs.
         is_draining: whether it drains, as after SIGTERM.
         received: messages, each with the connection or peer that it came from.
+        reports: unless it is None, it gets the reports about jobs, and the service does not.
         must_be_idle: whether all that it owns must be free at its end, and all links closed.
         handed_over: number of calls given to the engine's thread, and by it to the event loop.
     """
@@ -107,6 +108,7 @@ class Worker:
     is_draining: bool = False
     must_be_idle: bool = True
     received: list[tuple[str, ControlMessage | JobRequest]] = field(default_factory=list)
+    reports: list[JobReport] | None = None
     tasks: TaskSet = field(default_factory=TaskSet)
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
     handed_over: Counter[str] = field(default_factory=Counter)
@@ -128,7 +130,8 @@ class Worker:
             eos_token_ids=(),
             in_loop=self.in_loop,
         )
-        side.open(watch=thread.watch, unwatch=thread.unwatch)
+        side.handle = self._on_kv_event
+        side.open(job_timeout_s=self.times.prefill_s, watch=thread.watch, unwatch=thread.unwatch)
         self.sender, self.receiver = side.sender, side.receiver
         self.server = ControlServer(
             HOST,
@@ -143,17 +146,13 @@ class Worker:
         )
         self.service = self._make_service()
         self.links = self.service.prefill_links
-        take = self.sender.on_job_request
-
-        def keep_and_take(link: SenderLink, message: JobRequest) -> None:
-            self.received.append((link.peer, message))
-            take(link, message)
-
-        self.sender.on_job_request = keep_and_take
 
     def _make_service(self) -> WorkerService:
         engine, post, times = self.engine, self.server.post, self.times
         loads = LoadReports(self.identity.epoch, engine.thread)
+        counter = self.prefill_counter
+        requests = RouterRequests(engine, post, self.drains, counter, loads.recent)
+        remote_jobs = RemoteJobs(engine, self.receiver, requests, counter)
         links = PrefillLinks(
             self.identity,
             engine,
@@ -165,22 +164,16 @@ class Worker:
             lease_s=times.lease_s,
             timeout_s=times.transfer_s,
             find_crash=self.find_crash,
+            suspect=remote_jobs.suspect,
         )
-        remote_jobs = RemoteJobs(
-            engine,
-            self.receiver,
-            self.prefill_counter,
-            times.prefill_s,
-            engine.in_loop(links.look_up_crash),
-        )
-        counter = self.prefill_counter
         return WorkerService(
             engine,
-            RouterRequests(engine, remote_jobs, post, self.drains, counter, loads.recent),
+            requests,
             EmbeddingJobs(engine, post, self.drains),
             links,
             DecodeLinks(engine, self.sender, post, self.tasks, times.transfer_s),
             PrefillJobs(engine, self.sender, self.drains, loads.current),
+            remote_jobs,
         )
 
     def drains(self) -> bool:
@@ -200,6 +193,14 @@ class Worker:
                 self._loop.call_soon_threadsafe(callback, *args)
 
         return call
+
+    def _on_kv_event(self, event: KvEvent) -> None:
+        if isinstance(event, JobRequested):
+            self.received.append((event.link.peer, event.message))
+        if isinstance(event, JobReported) and self.reports is not None:
+            self.reports.append(event.message)
+        else:
+            self.service.on_kv_event(event)
 
     def _on_outputs(self, outputs: StepOutputs) -> None:
         self.service.on_outputs(outputs)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +17,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots, StagingSlotState
+from pagewire.shared.transfer.endpoint.events import JobFailed, KvEvent, LinkLost, LinkTested
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -56,6 +60,7 @@ class Side:
         lost: links that have ended by themselves, and the reasons.
         failed: jobs that the sender dropped, and why.
         tested: links from other workers whose test has arrived.
+        handle: gets the endpoint's events, after they are recorded here.
         is_dead: whether its process has ended.
         worked: whether the last iteration did anything.
     """
@@ -77,6 +82,7 @@ class Side:
     lost: list[tuple[object, str]] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     tested: list[ReceiverLink] = field(default_factory=list)
+    handle: Callable[[KvEvent], object] = lambda _event: None
     is_dead: bool = False
     worked: bool = False
 
@@ -87,7 +93,12 @@ class Side:
         self.carriers = open_carriers(self.kinds, self.staging, self.device)
         self.sockets = KvSockets(self.keys, slot_bytes, self.timeout_s)
 
-    def open(self, divided_bytes: int = DIVIDED_BYTES, **options: Any) -> None:
+    def open(
+        self,
+        divided_bytes: int = DIVIDED_BYTES,
+        job_timeout_s: float = math.inf,
+        **options: Any,
+    ) -> None:
         """Open the endpoint, with further arguments of both halves."""
         parts = {
             "core": self.core,
@@ -95,11 +106,11 @@ class Side:
             "staging": self.staging,
             "layout": LAYOUT,
             "carriers": self.carriers,
-            "on_link_lost": lambda link, reason: self.lost.append((link, reason)),
+            "events": deque[KvEvent](),
             **options,
         }
         socket = ReceiverSocket(self.sockets, HOST, HOST)
-        self.receiver = KvReceiver(socket=socket, on_link_tested=self.tested.append, **parts)
+        self.receiver = KvReceiver(socket=socket, job_timeout_s=job_timeout_s, **parts)
         self.sender = KvSender(
             slots=self.slots,
             notify=self.receiver.send_all,
@@ -108,8 +119,18 @@ class Side:
             divided_bytes=divided_bytes,
             **parts,
         )
-        self.endpoint = KvEndpoint(self.sender, self.receiver)
+        self.endpoint = KvEndpoint(self.sender, self.receiver, self._on_event)
         self.core.hooks.append(self.endpoint)
+
+    def _on_event(self, event: KvEvent) -> None:
+        match event:
+            case LinkLost(link, reason):
+                self.lost.append((link, reason))
+            case LinkTested(tested):
+                self.tested.append(tested)
+            case JobFailed(name, _link, reason):
+                self.failed[name] = reason
+        self.handle(event)
 
     @property
     def slots(self) -> StagingSlots:

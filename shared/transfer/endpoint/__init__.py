@@ -15,6 +15,7 @@ what:
 - `segments.py` cuts a prompt's blocks into segments. No I/O.
 - `credits.py` says how many links may be open, and which staging slots each of them and the own
   sender may use. No I/O.
+- `events.py` says what the owner of jobs and links, `WorkerService`, has to handle.
 - `choose_carrier` (sender_link.py) chooses a link's carrier.
 - `sender.py` sends a corrupt segment again, and ends a link whose segment is not acknowledged in
   time. If a request ends during a transfer, segments that are being packed are still sent; the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
@@ -14,9 +14,12 @@ from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.endpoint.events import KvEvent, LinkLost
+from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
+from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.transfer.staging import Staging
 
-LinkT = TypeVar("LinkT")
+LinkT = TypeVar("LinkT", ReceiverLink, SenderLink)
 
 
 @dataclass(slots=True)
@@ -48,8 +51,8 @@ class KvHalf(ABC, Generic[LinkT]):
         staging: the staging slots for payloads.
         layout: of the blocks.
         carriers: the carriers that are open in this process, by name, the preferred one first.
+        events: what has happened and nobody has handled, oldest first; both halves share them.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
-        on_link_lost: called with a link that has ended because of a fault, and why.
         links: those that are open. Other threads may read a copy.
     """
 
@@ -58,9 +61,9 @@ class KvHalf(ABC, Generic[LinkT]):
     staging: Staging
     layout: KvLayout
     carriers: Mapping[str, Carrier]
+    events: deque[KvEvent]
     watch: Callable[[int], None] = lambda _fd: None
     unwatch: Callable[[int], None] = lambda _fd: None
-    on_link_lost: Callable[[LinkT, str], None] = lambda _link, _reason: None
     links: list[LinkT] = field(default_factory=list)
     clock: Callable[[], float] = time.monotonic
     stats: KvStats = field(default_factory=KvStats)
@@ -74,11 +77,12 @@ class KvHalf(ABC, Generic[LinkT]):
     def close(self, link: LinkT) -> None:
         """End a link, if it is open."""
 
-    def _lose(self, link: LinkT, reason: str) -> None:
+    def lose(self, link: LinkT, reason: str) -> None:
+        """End a link because of a fault, if it is open."""
         if link in self.links:
             self.stats.lost_links += 1
             self.close(link)
-            self.on_link_lost(link, reason)
+            self.events.append(LinkLost(link, reason))
 
     @abstractmethod
     def before_launch(self, plan: StepPlan) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.shared.transfer.endpoint.events import JobReported, JobRequested, KvEvent
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
+
+logger = logging.getLogger(__name__)
 
 DEADLINE_INTERVAL_S = 0.1
 
@@ -20,16 +25,20 @@ class KvEndpoint:
     Attributes:
         sender: sends the blocks of jobs that this worker does for others.
         receiver: receives the blocks of jobs that others do for this worker.
+        handle: called with each event of both, in the engine's thread. An error in it ends the link
+            if a peer's message is why; otherwise it fails the requests of this iteration's step.
     """
 
     sender: KvSender
     receiver: KvReceiver
+    handle: Callable[[KvEvent], None]
     _next_deadlines_s: float = 0.0
 
     def before_launch(self, plan: StepPlan) -> None:
         """Handle what a plan reserves and withdraws."""
         self.receiver.before_launch(plan)
         self.sender.before_launch(plan)
+        self._handle_events()
 
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Do what can be done now; return whether to call `poll` soon."""
@@ -41,6 +50,7 @@ class KvEndpoint:
             self._next_deadlines_s = now + DEADLINE_INTERVAL_S
             self.receiver.check_deadlines()
             self.sender.check_deadlines()
+        self._handle_events()
         return is_receiving or is_sending
 
     def poll(self) -> bool:
@@ -48,6 +58,22 @@ class KvEndpoint:
         if self.sender.poll() or self.receiver.poll():
             return True
         return any(carrier.poll() for carrier in self.receiver.carriers.values())
+
+    def _handle_events(self) -> None:
+        events = self.receiver.events
+        while events:
+            event = events.popleft()
+            try:
+                self.handle(event)
+            except Exception as exc:  # any: this link alone
+                if isinstance(event, JobRequested):
+                    logger.exception("cannot handle a message from %s", event.link.peer)
+                    self.sender.lose(event.link, str(exc))
+                elif isinstance(event, JobReported) and (link := event.job.link) is not None:
+                    logger.exception("cannot handle a message from %s", link.peer)
+                    self.receiver.lose(link, str(exc))
+                else:
+                    raise
 
     def close_all(self) -> None:
         """End all links and close the receiver's socket; the engine's thread has ended."""

@@ -1,6 +1,6 @@
 """The receiving half of a KV endpoint: receives and checks KV blocks, activates sequences.
 
-    Expect in a plan --> on_reserved
+    Expect in a plan --> JobReserved
     Segment --> payload in staging --> unpack and check --> Ack --> all there: activate the sequence
 
 Blocks are pinned while they are written. So if their request ends meanwhile, no other sequence gets
@@ -17,7 +17,7 @@ import logging
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -29,8 +29,17 @@ from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Pending, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
+from pagewire.shared.transfer.endpoint.events import (
+    JobActivated,
+    JobReported,
+    JobReserved,
+    JobSilent,
+    JobWithdrawn,
+    LinkClosed,
+    LinkTested,
+)
 from pagewire.shared.transfer.endpoint.half import KvHalf
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob, ReceiverJobs
+from pagewire.shared.transfer.endpoint.receiver_jobs import ReceiverJob, ReceiverJobs
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.segments import layout_between
 from pagewire.shared.transfer.endpoint.sockets import TOKEN_BYTES, ReceiverSocket
@@ -52,6 +61,7 @@ logger = logging.getLogger(__name__)
 POLLED_S = 1.0
 # Meanwhile, this often: after a pause, the same calls take several times as long.
 WARM_INTERVAL_S = 0.003
+_SILENT = "no message or segment for {:g} s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +89,11 @@ class KvReceiver(KvHalf[ReceiverLink]):
         slots: which link may use which staging slot; each such right is a credit. The endpoint's
             own sender has its share.
         jobs: of the reserved sequences, and which of their blocks have arrived.
-        callbacks: called back about reserved sequences, and with messages of their jobs.
-        on_link_tested: called with a link that has passed its test.
+        job_timeout_s: a job is silent if no message or segment of it has come for this long.
     """
 
     socket: ReceiverSocket
-    callbacks: JobCallbacks = field(default_factory=JobCallbacks)
-    on_link_tested: Callable[[ReceiverLink], None] = lambda _link: None
+    job_timeout_s: float = math.inf
     slots: StagingSlots = field(init=False)
     jobs: ReceiverJobs = field(init=False)
     _numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
@@ -152,7 +160,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         else:
             self._quarantine.append((link.inbound.close(), slots))
         self.send_all(messages)
-        self.callbacks.on_link_closed(link)
+        self.events.append(LinkClosed(link))
 
     def post(self, link: ReceiverLink, message: JobRequest) -> bool:
         """Send a message about a job; return whether the link is open afterwards."""
@@ -161,7 +169,6 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def close_all(self) -> None:
         """End all links and close the socket; the engine's thread has ended."""
-        self.callbacks = JobCallbacks()
         KvHalf.close_all(self)
         self.unwatch(self.socket.fd)
         self.socket.close()
@@ -179,9 +186,9 @@ class KvReceiver(KvHalf[ReceiverLink]):
         for work in plan.kv:
             if isinstance(work, Withdraw):
                 if (job := self.jobs.remove(work.request_id)) is not None:
-                    self.callbacks.on_withdrawn(job)
+                    self.events.append(JobWithdrawn(job))
             elif isinstance(work, Expect):
-                self.callbacks.on_reserved(self.jobs.add(work, after=plan.number - 1))
+                self.events.append(JobReserved(self.jobs.add(work, after=plan.number - 1)))
 
     def poll(self) -> bool:
         """Go on with what is under way; return whether `after_launch` has something to do."""
@@ -200,20 +207,20 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 continue
             try:
                 if isinstance(message, ProtocolError):
-                    self._lose(link, str(message))
+                    self.lose(link, str(message))
                 elif isinstance(message, Segment):
                     self._receive(link, message, body)
                 elif isinstance(message, Open):
                     self._on_open(link, message)
                 elif isinstance(message, Return):
                     self.send_all(self.slots.take_back(link.number, message.credit))
-                else:
-                    self.callbacks.on_message(link, message)
+                elif (job := self.jobs.note_activity(message.job_id)) and job.link is link:
+                    self.events.append(JobReported(job, message))
             except (ProtocolError, TransferError) as exc:
-                self._lose(link, str(exc))
+                self.lose(link, str(exc))
             except Exception as exc:  # whatever a device or a library raises: this link alone
                 logger.exception("cannot handle a message from %s", link.peer)
-                self._lose(link, str(exc))
+                self.lose(link, str(exc))
             self._unpack_received()
         self._unpack_received()
         while self._unpacking and self._unpacking[0].check.poll():
@@ -233,8 +240,11 @@ class KvReceiver(KvHalf[ReceiverLink]):
         return bool(self._receiving or self._unpacking) or awaits_job
 
     def check_deadlines(self) -> None:
-        """Check the deadlines of jobs. A payload that does not arrive is noticed by its sender."""
-        self.callbacks.check_deadlines()
+        """Note which jobs are silent. A payload that does not arrive is noticed by its sender."""
+        latest, reason = self.clock() - self.job_timeout_s, _SILENT.format(self.job_timeout_s)
+        for job in self.jobs:
+            if job.link is not None and job.last_active_s < latest:
+                self.events.append(JobSilent(job, reason))
 
     # A segment comes
 
@@ -255,7 +265,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                     self._receiving.remove(entry)
                     self._unpack(entry.link, entry.segment)
             except TransferError as exc:
-                self._lose(entry.link, str(exc))
+                self.lose(entry.link, str(exc))
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
         """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
@@ -300,7 +310,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             self._activate_if_complete(job)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True
-            self.on_link_tested(done.link)
+            self.events.append(LinkTested(done.link))
         self._acknowledge(done.link, segment, "ok" if intact else "corrupt")
 
     def complete(self, job: ReceiverJob, first_token: int) -> None:
@@ -310,7 +320,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def _activate_if_complete(self, job: ReceiverJob) -> None:
         if self.jobs.activate_if_complete(job):
-            self.callbacks.on_activated(job)
+            self.events.append(JobActivated(job))
 
     def _acknowledge(self, link: ReceiverLink, segment: Segment, outcome: Outcome) -> None:
         if segment.job != TEST_JOB:
@@ -357,7 +367,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             except TransferError as exc:
                 lost.append((link, str(exc)))
         for link, reason in lost:  # not before: this sends messages that come after those above
-            self._lose(link, reason)
+            self.lose(link, reason)
 
     def _end_quarantine(self) -> None:
         """Release staging slots of ended links once nothing writes to them or reads them."""

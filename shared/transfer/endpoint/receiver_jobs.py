@@ -1,4 +1,4 @@
-"""The receiver's prefill jobs: which of their blocks have arrived, and callbacks about them."""
+"""The receiver's prefill jobs: which of their blocks have arrived."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pagewire.shared.control.protocol import Blamed
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
@@ -15,7 +14,6 @@ from pagewire.shared.engine.scheduling.step import Expect
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.segments import Coverage
-from pagewire.shared.transfer.job_messages import JobReport
 
 
 @dataclass(slots=True, eq=False)
@@ -140,32 +138,3 @@ class ReceiverJobs:
             return None
         job.last_active_s = self.clock()
         return job
-
-
-class JobCallbacks:
-    """The owner of the jobs, `RemoteJobs`, overrides these. All are called in the engine's thread.
-
-    An exception in `on_message` ends the link. In another one it fails all requests of this
-    iteration's step, if there is one.
-    """
-
-    def on_reserved(self, job: ReceiverJob) -> None:
-        """Send a job for a sequence's blocks to a prefill worker, while a plan is launched."""
-
-    def on_withdrawn(self, job: ReceiverJob) -> None:
-        """Cancel a sequence's job: its blocks may belong to other sequences from now on."""
-
-    def on_activated(self, job: ReceiverJob) -> None:
-        """Note that a sequence was activated with the blocks of this job."""
-
-    def on_message(self, link: ReceiverLink, message: JobReport) -> None:
-        """Handle a prefill worker's report about a job."""
-
-    def on_suspected(self, suspected: Blamed) -> None:
-        """Note that jobs may be why their worker ends, before its link is closed."""
-
-    def on_link_closed(self, link: ReceiverLink) -> None:
-        """Send the jobs of an ended link to other workers."""
-
-    def check_deadlines(self) -> None:
-        """Send silent jobs to other workers; called several times a second."""

@@ -12,7 +12,6 @@ never pass from one thread to another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import ProtocolError, TransferError
@@ -20,6 +19,7 @@ from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.scheduling.step import Export, StepPlan, Withdraw
 from pagewire.shared.kv.packing import max_blocks, packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
+from pagewire.shared.transfer.endpoint.events import JobFailed, JobRequested
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.outgoing import Notify, Outgoing
 from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue, layout_between
@@ -29,7 +29,7 @@ from pagewire.shared.transfer.endpoint.sender_link import (
     choose_carrier,
 )
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, SenderSocket
-from pagewire.shared.transfer.job_messages import JobReport, JobRequest
+from pagewire.shared.transfer.job_messages import JobReport
 from pagewire.shared.transfer.messages import TEST_JOB, Ack, Grant, Open, Reclaim
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,6 @@ class KvSender(KvHalf[SenderLink]):
         notify: sends messages about staging slots that the sender no longer needs.
         sockets: makes the sockets of links.
         timeout_s: a link is lost if its oldest segment is not acknowledged for this long.
-        on_job_request: called with a link and a `Prefill` or `CancelPrefill` of its receiver.
-        on_failed: called with a failed job, its link, and why; its sequence has been freed.
         divided_bytes: if a prompt's last step makes more bytes final, they are sent by layer group.
     """
 
@@ -59,8 +57,6 @@ class KvSender(KvHalf[SenderLink]):
     notify: Notify
     sockets: KvSockets
     timeout_s: float
-    on_job_request: Callable[[SenderLink, JobRequest], None] = lambda _link, _message: None
-    on_failed: Callable[[str, SenderLink, str], None] = lambda _job, _link, _reason: None
     divided_bytes: int = DIVIDED_BYTES
     _jobs: dict[str, SenderJob] = field(default_factory=dict)
     _outgoing: Outgoing = field(init=False)
@@ -147,7 +143,7 @@ class KvSender(KvHalf[SenderLink]):
             try:
                 link.socket.post(message)
             except TransferError as exc:
-                self._lose(link, str(exc))
+                self.lose(link, str(exc))
         return link in self.links
 
     def cancel(self, job: str, link: SenderLink) -> None:
@@ -191,12 +187,12 @@ class KvSender(KvHalf[SenderLink]):
         """Send what plans export, and take the receivers' answers; return whether it sends."""
         if plan is not None:
             self._queue_exports(plan)
-        self._outgoing.advance(self._lose)
+        self._outgoing.advance(self.lose)
         for link in list(self.links):
             try:
                 self._take_answers(link)
             except (ProtocolError, TransferError) as exc:
-                self._lose(link, str(exc))
+                self.lose(link, str(exc))
         self._end_complete()
         if self._outgoing.may_pack or self.slots.has_more:
             self._outgoing.may_pack = self.slots.has_more = False
@@ -208,14 +204,14 @@ class KvSender(KvHalf[SenderLink]):
         for job in [*(link.test for link in self.links), *self._jobs.values()]:
             while self._pack(job):
                 # What is packed must not wait until everything is launched.
-                self._outgoing.advance(self._lose)
+                self._outgoing.advance(self.lose)
 
     def check_deadlines(self) -> None:
         """End links whose receivers are silent."""
         latest = self.clock() - self.timeout_s
         for link in list(self.links):
             if any(s.is_packed and max(s.since, link.acked_s) < latest for s in link.sent.values()):
-                self._lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
+                self.lose(link, f"a KV segment was not acknowledged in {self.timeout_s:g} s")
 
     # A segment leaves
 
@@ -228,7 +224,7 @@ class KvSender(KvHalf[SenderLink]):
         try:
             sent = self._outgoing.launch(job, *ready)
         except TransferError as exc:
-            self._lose(job.link, str(exc))
+            self.lose(job.link, str(exc))
         except Exception as exc:  # whatever a device raises: this job's blocks alone
             logger.exception("cannot pack the KV blocks of job %s", job.name)
             self._fail(job, f"its blocks cannot be packed: {exc}")
@@ -255,7 +251,7 @@ class KvSender(KvHalf[SenderLink]):
                 if (answer := link.credits.reclaim(message.credit)) is not None:
                     link.socket.post(answer)
             else:
-                self.on_job_request(link, message)
+                self.events.append(JobRequested(link, message))
 
     def _on_ack(self, link: SenderLink, ack: Ack) -> None:
         is_oldest = next(iter(link.sent), None) == ack.credit
@@ -300,10 +296,10 @@ class KvSender(KvHalf[SenderLink]):
 
     def _fail(self, job: SenderJob, reason: str) -> None:
         if job is job.link.test:
-            self._lose(job.link, f"it cannot be tested: {reason}")
+            self.lose(job.link, f"it cannot be tested: {reason}")
         elif not job.is_over:
             self._end(job)
-            self.on_failed(job.name, job.link, reason)
+            self.events.append(JobFailed(job.name, job.link, reason))
 
     def _end(self, job: SenderJob) -> None:
         job.is_over = True

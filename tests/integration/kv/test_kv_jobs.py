@@ -13,8 +13,6 @@ import pytest
 from pagewire.shared.control.protocol import PrefillSoon
 from pagewire.shared.engine import thread as thread_module
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks
-from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.job_messages import (
     CancelPrefill,
     JobReport,
@@ -243,11 +241,10 @@ def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
             p.device.has_run = False
             router.generate(prompt=LONG)
             await eventually(lambda: p.device.batches)
-            callbacks = d.receiver.callbacks
             [failed] = await report_of(d, p.taken(Prefill)[0])
             assert isinstance(failed, PrefillFailed)
             assert "another request has the id" in failed.reason
-            d.receiver.callbacks = callbacks
+            d.reports = None
             p.device.has_run = True
             await router.answer()
             assert router.prefilled_by() == "prefill-0"
@@ -258,12 +255,7 @@ def test_a_ticket_of_a_job_that_runs_is_refused_and_the_job_goes_on() -> None:
 async def report_of(d: Worker, ticket: Prefill) -> list[JobReport]:
     """Send a ticket over the only link; returns what comes of it, which nobody else gets."""
     reports: list[JobReport] = []
-
-    class Listening(JobCallbacks):
-        def on_message(self, link: ReceiverLink, message: JobReport) -> None:
-            reports.append(message)
-
-    d.receiver.callbacks = Listening()
+    d.reports = reports
     [link] = d.tested_links
     d.engine.submit(lambda _core: d.receiver.post(link, ticket))
     await eventually(lambda: reports)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.transfer.endpoint.receiver_jobs import JobCallbacks, ReceiverJob
+from pagewire.shared.transfer.endpoint.events import JobActivated, KvEvent
 from pagewire.shared.transfer.messages import TEST_JOB
 from pagewire.tests.support.fake_device import NUM_GROUPS
 from pagewire.tests.support.kv_raw import (
@@ -93,15 +93,16 @@ def test_a_job_that_was_given_up_neither_fills_nor_activates() -> None:
         assert raw.send(payload(1), job=second, first=2, count=1, **fields) == "ok"
         activated: list[str] = []
 
-        class Watching(JobCallbacks):
-            def on_activated(self, job: ReceiverJob) -> None:
-                activated.append(job.name)
+        def watch(event: KvEvent) -> None:
+            if isinstance(event, JobActivated):
+                activated.append(event.job.name)
 
-        receiver.callbacks = Watching()
+        pair.decode.handle = watch
         for job in (old, new):
             assert request.sequence.status is RequestStatus.RESERVED
             receiver.complete(job, 1)
         assert request.sequence.status is RequestStatus.RUNNING
+        pair.step(pair.decode)
         assert activated == [second]
         pair.abort(request)
 
