@@ -5,12 +5,12 @@ prefill and the decode service differ only in what they prefer: it decides which
 send to a worker, and which workers offer links to which (`offers_link` in prefill_links.py).
 
 Entry point: `run_worker` (process.py), which both services' `main` calls.
-Read first: `runtime.py` (the order of start and stop; ends a worker whose engine hangs, or that has
-lost too many UCX links), `service.py` (what peers may ask, and which file does it), `compose.py`
-(makes the service), `engine_handle.py` (what it may use of the engine), `engine_watch.py` (detects
-an engine that hangs), `engine_loss.py` (what such a worker reports), `crash_reporter.py` (the
-process that reports a crash in native code), `crash_watch.py` (starts that, and records the steps
-for it), `kv.py` (opens the KV endpoint and its carriers).
+Read first: `runtime.py` (the order of start and stop), `lifetime.py` (ends a worker whose engine
+hangs, or that has lost too many UCX links), `service.py` (what peers may ask, and which file does
+it), `compose.py` (makes the service), `engine_handle.py` (what it may use of the engine),
+`engine_watch.py` (detects an engine that hangs), `engine_loss.py` (what such a worker reports),
+`crash_reporter.py` (the process that reports a crash in native code), `crash_watch.py` (starts
+that, and records the steps for it), `kv.py` (opens the KV endpoint and its carriers).
 
 Where a prompt is computed: the scheduler (shared/engine/scheduling/admission.py) keeps short
 prompts on the worker that decodes (`--local-prefill-tokens`). For longer ones, the router names

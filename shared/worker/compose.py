@@ -22,7 +22,7 @@ def make_service(runtime: WorkerRuntime) -> WorkerService:
     loads = LoadReports(runtime.epoch, engine.thread)
 
     def is_draining() -> bool:
-        return runtime.is_draining
+        return runtime.lifetime.is_draining
 
     requests = RouterRequests(engine, post, is_draining, local_prefills, loads.recent, tracing)
     remote_jobs = RemoteJobs(engine, kv.receiver, requests, local_prefills)

@@ -4,11 +4,9 @@
     stop:   draining record -> running work ends -> record withdrawn -> service -> engine
             -> background tasks -> server -> KV endpoint -> Redis
 
-The service handles what peers send (service.py). If a step takes far longer than predicted, the
-worker's record says "draining", and later the process ends without waiting for running work, so
-that it is started again. Before that it names the requests that may be at fault to its peers; if it
-crashes, its crash reporter does. A worker that has lost too many UCX links drains and ends, and is
-started again, too.
+The service handles what peers send (service.py). A worker whose engine is lost (lifetime.py) names
+the requests that may be at fault to its peers before it ends; if it crashes, its crash reporter
+does.
 """
 
 from __future__ import annotations
@@ -29,12 +27,11 @@ from pagewire.shared.cluster.redis_client import cluster_tag, connect_redis
 from pagewire.shared.cluster.registry import RecordPublisher, Registry, WorkerRecord
 from pagewire.shared.cluster.worker_directory import WorkerDirectory
 from pagewire.shared.control.channel import ClusterKeys, ControlServer
-from pagewire.shared.control.protocol import PROTOCOL_VERSION, ControlMessage, Role
+from pagewire.shared.control.protocol import PROTOCOL_VERSION, Role
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
@@ -42,7 +39,6 @@ from pagewire.shared.kv.block_hash import BlockHash
 from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
-from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.sockets import KvSockets
 from pagewire.shared.worker.crash_watch import CrashWatch
@@ -53,8 +49,10 @@ from pagewire.shared.worker.faults import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import capture_moves, open_endpoint, open_staging
 from pagewire.shared.worker.kv_metrics import KvCollector, links_of
+from pagewire.shared.worker.lifetime import WorkerLifetime
 from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.service import WorkerService
+from pagewire.shared.worker.service_gate import ServiceGate
 from pagewire.shared.worker.staging_size import (
     device_memory,
     staging_bytes,
@@ -68,8 +66,6 @@ ENGINE_STOP_S = 10.0
 LEAVE_S = 2.0  # for closing the control server while the engine hangs
 # Peers read the last messages of a worker that ends itself before they see its other sockets end.
 FAREWELL_S = 1.0
-DRAIN_POLL_S = 0.05
-DRAIN_REPORT_S = 5.0
 
 
 class WorkerRuntime:
@@ -82,6 +78,8 @@ class WorkerRuntime:
         kv: the KV endpoint, from `open` on.
         tracing: makes the spans of requests; None if they are not traced.
         crash_reports: says why peers crashed, from `open` on.
+        gate: passes on to the service what comes.
+        lifetime: decides how long the worker serves, from `open` on.
         left_behind: what a hanging engine still uses, so that only the process's end frees it.
     """
 
@@ -92,6 +90,7 @@ class WorkerRuntime:
     moves: BlockMoves
     kv: KvEndpoint
     crash_reports: CrashReports
+    lifetime: WorkerLifetime
 
     def __init__(self, settings: WorkerSettings, role: Role) -> None:
         self.settings = settings
@@ -100,13 +99,12 @@ class WorkerRuntime:
         self.epoch = 0
         self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
         self.tracing: Tracing | None = None
-        self.is_draining = False
+        self.gate = ServiceGate()
         self.tasks = TaskSet()
         self.metrics_registry = CollectorRegistry()
         self._loop = asyncio.get_running_loop()
         self._stop = asyncio.Event()
         self.left_behind: contextlib.AsyncExitStack | None = None
-        self._service: WorkerService | None = None
         self._advertised = settings.host
         self._endpoint = ""
         self._metrics_endpoint = ""
@@ -152,15 +150,17 @@ class WorkerRuntime:
                 stack.callback(self._loop.remove_signal_handler, name)
             await self._open(make_service, stack)
             logger.info("%s is ready at %s", self.worker_id, self._endpoint)
-            code = await self._serve()
-            self.is_draining = True
+            lifetime = self.lifetime
+            code = await lifetime.serve(self._stop)
+            lifetime.is_draining = True
             logger.info("%s stops: it takes no new requests", self.worker_id)
-            if not self._is_lost and (code == 0 or self._is_worn_out()):
-                await self._drain()
+            if not lifetime.is_lost and (code == 0 or lifetime.is_worn_out):
+                self._publisher.renew_now()
+                await lifetime.drain(self.settings.drain_timeout_s)
             self._crash_watch.disarm()
-            if self._is_lost:
-                loss = log_loss(self.engine, self._engine_watch, self.settings)
-                notify_peers(loss, self.server, self._owners_of)
+            if lifetime.is_lost:
+                loss = log_loss(self.engine, lifetime.watch, self.settings)
+                notify_peers(loss, self.server, self.gate.owners_of)
                 await asyncio.sleep(FAREWELL_S)
         logger.info("%s has stopped", self.worker_id)
         return code
@@ -192,26 +192,28 @@ class WorkerRuntime:
         is_gpu = self.built.device.type == "cuda"
         self.engine = EngineThread(
             self.built.core,
-            self._on_outputs,
+            self.gate.on_outputs,
             busy_polls=is_gpu,
             warm_launch_path=self.built.runner.warm_launch_path,
         )
-        self._engine_watch = EngineWatch(self.engine, settings.step_timeout_s)
         names = served_names(settings.served_model_name, settings.model)
         self.metrics_registry.register(
             EngineCollector(self.engine, names[0], self.built.layout.ranks)
         )
         await self._open_kv(stack)
+        watch = EngineWatch(self.engine, settings.step_timeout_s)
+        self.lifetime = WorkerLifetime(watch, self.kv.receiver.carriers.values(), self.gate)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(
             self._registry, settings.heartbeat_s, own_id=self.worker_id
         )
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
-        service = self._service = make_service(self)
+        service = make_service(self)
+        self.gate.open(service)
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
-        stack.callback(self._leave_service)
+        stack.callback(self.gate.close)
         self._start_engine(stack)
         index.start()
         stack.push_async_callback(index.close)
@@ -261,7 +263,7 @@ class WorkerRuntime:
             KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
             staging,
             self._advertised,
-            self._on_kv_event,
+            self.gate.on_kv_event,
         )
         if settings.cuda_graphs:
             await asyncio.to_thread(capture_moves, self.built.runner.mover, staging.buffers)
@@ -271,7 +273,7 @@ class WorkerRuntime:
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         metrics = MetricsServer(
-            self.metrics_registry, self.check_health, "pagewire_worker", settings.restarts
+            self.metrics_registry, self.lifetime.check_health, "pagewire_worker", settings.restarts
         )
         bound = await metrics.start(settings.host, settings.metrics_port, settings.own_names)
         self._metrics_endpoint = with_host(bound, self._advertised)
@@ -282,96 +284,20 @@ class WorkerRuntime:
             self.keys,
             self.worker_id,
             self.epoch,
-            self._on_message,
-            self._on_peer_lost,
+            self.gate.on_message,
+            self.gate.on_peer_lost,
             lease_s=settings.lease_s,
             heartbeat_s=settings.heartbeat_s,
         )
         self._endpoint = with_host(await self.server.start(), self._advertised)
         stack.push_async_callback(self.server.close)
 
-    def _leave_service(self) -> None:
-        """Let nothing reach it that still comes: it could start tasks that nobody ends."""
-        self._service = None
-
-    def _on_message(self, peer_id: str, message: ControlMessage) -> None:
-        if self._service is not None:
-            self._service.on_message(peer_id, message)
-
-    def _on_peer_lost(self, peer_id: str) -> None:
-        if self._service is not None:
-            self._service.on_peer_lost(peer_id)
-
-    def _on_kv_event(self, event: KvEvent) -> None:
-        service = self._service  # read once: this is the engine's thread
-        if service is not None:
-            service.on_kv_event(event)
-
-    def _on_outputs(self, outputs: StepOutputs) -> None:
-        service = self._service  # read once: this is the engine's thread
-        if service is not None:
-            service.on_outputs(outputs)
-
-    def check_health(self) -> bool:
-        """Poll the engine's heartbeat; return whether its loop runs and new work is taken."""
-        self._engine_watch.poll()
-        return not self.is_draining and self._engine_watch.is_well
-
-    async def _serve(self) -> int:
-        """Wait for a signal; end the process if its engine hangs, so that it is started again.
-
-        Others poll the engine, too, but only this does so as often as `EngineWatch` requires.
-        """
-        watch = self._engine_watch
-        while not self._stop.is_set():
-            watch.poll()
-            if self._is_lost:
-                return 1
-            if self._is_worn_out():
-                logger.error(
-                    "restarting: too many UCX workers of this process broke during a transfer"
-                )
-                return 1
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stop.wait(), watch.interval_s)
-        return 0
-
-    def _owners_of(self, engine_id: str) -> list[tuple[str, str]]:
-        service = self._service  # read once: the engine's thread calls this, too
-        return [] if service is None else service.owners_of(engine_id)
-
     def _names_of(self, sequence: Sequence) -> list[str]:
-        return [name for _, name in self._owners_of(sequence.request_id)]
-
-    def _is_worn_out(self) -> bool:
-        """Whether only a new process can open further KV links; this one drains and ends."""
-        return any(carrier.should_restart for carrier in self.kv.receiver.carriers.values())
-
-    async def _drain(self) -> None:
-        """Let running work finish, within the drain time; not if the engine hangs."""
-        self._publisher.renew_now()
-        report_at = self._loop.time()
-        deadline = report_at + self.settings.drain_timeout_s
-        while (count := self._poll_live_work()) and (now := self._loop.time()) < deadline:
-            if now >= report_at:
-                logger.info("draining: requests running: %d, %.0f s left", count, deadline - now)
-                report_at = now + DRAIN_REPORT_S
-            await asyncio.sleep(DRAIN_POLL_S)
-        if count:
-            logger.warning("the drain time is over: %d requests go on elsewhere", count)
-
-    def _poll_live_work(self) -> int:
-        self._engine_watch.poll()
-        return 0 if self._is_lost or self._service is None else self._service.num_active
-
-    @property
-    def _is_lost(self) -> bool:
-        """Whether the engine hangs or has ended, as of the last poll."""
-        return self._engine_watch.hangs or self._engine_watch.has_ended
+        return [name for _, name in self.gate.owners_of(sequence.request_id)]
 
     async def _stop_engine(self, stack: contextlib.AsyncExitStack) -> None:
         """Stop the engine. If it does not stop, leave to the system what its thread still uses."""
-        timeout_s = 0.0 if self._engine_watch.hangs else ENGINE_STOP_S
+        timeout_s = 0.0 if self.lifetime.watch.hangs else ENGINE_STOP_S
         if await asyncio.to_thread(self.engine.stop, timeout_s):
             return
         logger.error("the engine did not stop within %g s", timeout_s)
@@ -395,7 +321,7 @@ class WorkerRuntime:
             ranks=layout.ranks,
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
-            state="ready" if self.check_health() else "draining",
+            state="ready" if self.lifetime.check_health() else "draining",
             kv_transports=list(self.kv.receiver.carriers),
             load=load_of(self.engine, self.settings.max_num_seqs),
             links=links_of(self.kv.sender),

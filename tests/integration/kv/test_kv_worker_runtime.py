@@ -277,7 +277,7 @@ def test_a_link_that_is_asked_for_while_a_worker_ends_is_not_opened(
                 carriers={"zmq": b""},
                 slot_bytes=1 << 20,
             )
-            asked.append(lambda: runtime._on_message("decode-0.1", hello))
+            asked.append(lambda: runtime.gate.on_message("decode-0.1", hello))
 
     async def close_late(server: ControlServer) -> None:
         for ask in asked:

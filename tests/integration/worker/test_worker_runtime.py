@@ -19,6 +19,7 @@ from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.packing import max_blocks, packed_bytes
 from pagewire.shared.settings.config import WorkerSettings, load_settings
+from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.worker import process
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
@@ -70,6 +71,9 @@ class BusyService:
         pass
 
     def on_peer_lost(self, peer_id: str) -> None:
+        pass
+
+    def on_kv_event(self, event: KvEvent) -> None:
         pass
 
     def on_outputs(self, outputs: StepOutputs) -> None:
@@ -145,7 +149,7 @@ def test_a_worker_whose_engine_died_does_not_wait_for_its_work(redis_server: Red
     async def scenario() -> None:
         runtime = WorkerRuntime(settings_at(redis_server), "prefill")
         assert await runtime.run(busy(die)) == 1
-        assert runtime.is_draining
+        assert runtime.lifetime.is_draining
 
     run_async(scenario())
 
