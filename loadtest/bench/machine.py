@@ -32,7 +32,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
-from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
 from pagewire.shared.request.sampling import RequestSpec
 
 ROUNDS = 12  # rounds with each number of rows
@@ -57,9 +57,9 @@ class Recorder:
             self.works.append(work)
         return self.executor.execute(plan)
 
-    def supply(self, supply: Supply) -> None:
+    def sample(self, masks: GrammarMasks) -> None:
         """Launch the sampling of a step."""
-        self.executor.supply(supply)
+        self.executor.sample(masks)
 
 
 class RecordingCosts:

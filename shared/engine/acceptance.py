@@ -33,7 +33,7 @@ def accept(launched: Launched, result: StepResult, sequences: LiveSequences) -> 
     for part in (*schedule.entries, *schedule.chunks):
         if part.sequence not in lost:
             table.blocks.record_computed(part.sequence, part.start, part.end)
-            part.sequence.has_known_token = part.samples and part.sequence not in launched.held
+            part.sequence.has_known_token = part.samples and part.sequence not in launched.skipped
             if part.samples and part.sequence.children:
                 table.fork_children(part.sequence)
     rows = schedule.rows
@@ -62,7 +62,7 @@ def _accept_one(
     sequences: LiveSequences,
 ) -> bool:
     """Accept one token of a sequence in `Launched.special`; return False if it is dropped."""
-    if sequence in launched.held:
+    if sequence in launched.skipped:
         return False  # the device has reported a token that means nothing
     if sequence in launched.lost:
         sequence.num_late_tokens -= 1

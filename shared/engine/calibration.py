@@ -72,7 +72,7 @@ def calibrate(
 
 @dataclass(frozen=True, slots=True)
 class _StepTimer:
-    """Runs steps, and measures them.
+    """Runs steps of chosen sizes, and measures how long each takes.
 
     Attributes:
         executor: runs them.

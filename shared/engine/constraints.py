@@ -3,10 +3,10 @@
 This module also checks rows whose limits, such as allowed tokens and bad words, may leave no token
 to sample.
 
-    step n + 1 launched --> tokens of step n read --> masks filled in threads --> supply of n + 1
+    step n + 1 launched --> tokens of step n read --> masks filled in threads --> masks for n + 1
     |<------------ the forward of step n + 1 runs on the device ------------->|
 
-A row whose mask is late is held: it samples nothing in this step, and runs again at the same
+A row whose mask is late is skipped: it samples nothing in this step, and runs again at the same
 position in the next one. The other rows wait for it for a bounded time (`MASK_WAIT_S`). A row that
 has no allowed token fails; the other rows do not.
 """
@@ -37,13 +37,13 @@ class Masked:
 
     Attributes:
         masks: index in the step's tokens -> the tokens that are allowed there.
-        held: rows whose mask is late, by the same index.
+        skipped: rows whose mask is late, by the same index.
         failed: sequences that cannot continue because of their grammars, and why.
         too_late: sequences that fail because the machine had no time for their masks, and why.
     """
 
     masks: dict[int, bytes] = field(default_factory=dict)
-    held: dict[int, Sequence] = field(default_factory=dict)
+    skipped: dict[int, Sequence] = field(default_factory=dict)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
     too_late: list[tuple[Sequence, str]] = field(default_factory=list)
 
@@ -194,5 +194,5 @@ def _masked(rows: list[tuple[int, Sequence, Row]]) -> Masked:
         elif row.is_ready and follower.mask is not None:
             masked.masks[index] = follower.mask
         else:
-            masked.held[index] = sequence
+            masked.skipped[index] = sequence
     return masked

@@ -27,7 +27,7 @@ from pagewire.shared.engine.launched import EngineStats, Launched
 from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
-from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
 from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.engine.step_output import StepOutputs
 
@@ -102,7 +102,7 @@ class EngineCore:
         if not self._in_flight:
             return False
         oldest = self._in_flight[0]
-        return self.constraints.is_due() if oldest.awaits_supply else oldest.pending.is_done()
+        return self.constraints.is_due() if oldest.awaits_masks else oldest.pending.is_done()
 
     def poll_hooks(self) -> bool:
         """Let the hooks go on; return whether `run_hooks` has something to do; quick."""
@@ -130,19 +130,19 @@ class EngineCore:
         """
         depth = self._depth
         num_before = len(self._in_flight)
-        may_launch = num_before < depth and not (num_before and self._in_flight[-1].awaits_supply)
+        may_launch = num_before < depth and not (num_before and self._in_flight[-1].awaits_masks)
         schedule = self._schedule() if may_launch else Schedule()
         plan = self._launch(schedule, schedule.plan) if schedule.plan is not None else None
         self._decided = schedule, plan
         has_rows = len(self._in_flight) > num_before
-        supplied = self._supply(wait)
+        sampled = self._sample(wait)
         due = len(self._in_flight) == depth or (self._in_flight and not has_rows)
         finished = bool(due and (wait or self._in_flight[0].is_done()))
         if finished:
             self._postprocess(self._in_flight.popleft())
-            supplied |= self._supply(wait)
-        outputs = self.sequences.outputs.take()
-        return outputs, bool(schedule.plan or finished or supplied or outputs)
+            sampled |= self._sample(wait)
+        outputs = self.sequences.outputs.flush()
+        return outputs, bool(schedule.plan or finished or sampled or outputs)
 
     def run_hooks(self) -> bool:
         """Run the hooks. Call this after `advance`, so that its outputs do not wait for them.
@@ -197,7 +197,7 @@ class EngineCore:
             pending = self.executor.execute(plan)
         except Exception as exc:
             logger.exception("a step failed to launch")
-            self.scheduler.take_back(schedule)
+            self.scheduler.carry_over(schedule)
             self._fail_step(schedule, exc)
             self.steps.withdraw()
             return None
@@ -206,10 +206,10 @@ class EngineCore:
             return plan  # a plan without rows has no result
         self.stats.steps += 1
         self.stats.prompt_tokens_computed += sum([part.num_prompt_tokens for part in parts])
-        self._in_flight.append(Launched(schedule, pending, plan.awaits_supply))
+        self._in_flight.append(Launched(schedule, pending, plan.awaits_masks))
         return plan
 
-    def _supply(self, wait: bool) -> bool:
+    def _sample(self, wait: bool) -> bool:
         """Launch the sampling of a step that awaits masks, if its masks can be filled now.
 
         Masks depend on all earlier tokens, so the step must be the only one in flight.
@@ -217,7 +217,7 @@ class EngineCore:
         Returns:
             Whether the sampling was launched.
         """
-        if len(self._in_flight) != 1 or not self._in_flight[0].awaits_supply:
+        if len(self._in_flight) != 1 or not self._in_flight[0].awaits_masks:
             return False
         launched = self._in_flight[0]
         if (masked := self.constraints.fill(launched, wait, self.steps.usual_s)) is None:
@@ -226,13 +226,13 @@ class EngineCore:
             self.sequences.fail(sequence, problem, "grammar")
         for sequence, problem in masked.too_late:
             self.sequences.fail(sequence, problem, is_busy=True)
-        launched.held.update(masked.held.values())
-        for sequence in launched.held:
+        launched.skipped.update(masked.skipped.values())
+        for sequence in launched.skipped:
             self.scheduler.skip_row(sequence)
-        launched.awaits_supply = False
-        self.stats.rows_held += len(masked.held)
+        launched.awaits_masks = False
+        self.stats.rows_skipped += len(masked.skipped)
         try:
-            self.executor.supply(Supply(launched.number, masked.masks, list(masked.held)))
+            self.executor.sample(GrammarMasks(launched.number, masked.masks, list(masked.skipped)))
         except Exception as exc:
             logger.exception("a step's sampling failed to launch")
             self._in_flight.pop()

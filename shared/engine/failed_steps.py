@@ -102,7 +102,7 @@ class FailedSteps:
                 else:
                     continue  # what it has lost is computed again anyway
                 seen.add(sequence)
-            verdict.tokenless += set(each.schedule.sampled) - each.held
+            verdict.tokenless += set(each.schedule.sampled) - each.skipped
         return verdict
 
     def _count(self, schedule: Schedule) -> list[Sequence]:

@@ -11,10 +11,10 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the start.
+    """Counts what an engine has done since it started.
 
     Attributes:
-        rows_held: rows that sampled nothing in a step, because their mask was late.
+        rows_skipped: rows that sampled nothing in a step, because their mask was late.
     """
 
     steps: int = 0
@@ -22,7 +22,7 @@ class EngineStats:
     tokens_generated: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
-    rows_held: int = 0
+    rows_skipped: int = 0
 
 
 @dataclass(slots=True)
@@ -32,36 +32,36 @@ class Launched:
     Attributes:
         schedule: the sequences that it computes.
         pending: its result, once the device is done.
-        awaits_supply: its forward is launched, but its sampling waits for masks.
+        awaits_masks: its forward is launched, but its sampling waits for masks.
         lost: sequences that ended or were preempted after the launch. They have lost their blocks,
             so what the step computes for them is not kept.
-        held: sequences that sample nothing in this step, because their mask is late.
+        skipped: sequences that sample nothing in this step, because their mask is late.
     """
 
     schedule: Schedule
     pending: PendingStep
-    awaits_supply: bool = False
+    awaits_masks: bool = False
     lost: set[Sequence] = field(default_factory=set)
-    held: set[Sequence] = field(default_factory=set)
+    skipped: set[Sequence] = field(default_factory=set)
 
     @property
     def number(self) -> int:
-        """Number of its plan."""
+        """Number of the plan that was launched; 0 without a plan."""
         return 0 if self.schedule.plan is None else self.schedule.plan.number
 
     def is_done(self) -> bool:
         """Whether its result is here, without waiting."""
-        return not self.awaits_supply and self.pending.is_done()
+        return not self.awaits_masks and self.pending.is_done()
 
     def special(self, row_tokens: list[int]) -> set[Sequence]:
         """Return the sequences whose tokens must be looked at one by one.
 
-        Such a token may be a sequence's first or last, is not a sampled token at all (`held`), or
-        belongs to a sequence that has lost its blocks (`lost`).
+        Such a token may be a sequence's first or last, is no sampled token (`skipped`), or belongs
+        to a sequence that has lost its blocks (`lost`).
         """
         schedule, rows = self.schedule, self.schedule.rows
         parts = (*schedule.entries, *schedule.chunks)
-        special = {*self.lost, *self.held, *schedule.last}
+        special = {*self.lost, *self.skipped, *schedule.last}
         special.update([part.sequence for part in parts])
         if not rows.stop_token_ids.isdisjoint(row_tokens):
             pairs = zip(rows.sequences, row_tokens, strict=True)

@@ -56,7 +56,7 @@ class LiveSequences:
         self.has_news = True  # if a hook has called this, the scheduler has already decided
 
     def get(self, request_id: str) -> Sequence | None:
-        """Return a live sequence."""
+        """Return the live sequence of this name; None if there is none."""
         return self._by_name.get(request_id)
 
     def abort(self, request_id: str) -> None:

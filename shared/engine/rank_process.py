@@ -43,7 +43,7 @@ from pagewire.shared.engine.ranks.messages import (
     encode,
 )
 from pagewire.shared.engine.ranks.moves import RankMover
-from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
 from pagewire.shared.model.shard import Shard
 from pagewire.shared.settings.config import EngineSettings
 
@@ -140,8 +140,8 @@ def run_plans(
             pending = executor.execute(command)
             if command.has_rows:
                 running.append(pending)
-        elif isinstance(command, Supply):
-            executor.supply(command)
+        elif isinstance(command, GrammarMasks):
+            executor.sample(command)
         elif isinstance(command, Pack):
             mover.move(command)
         elif isinstance(command, Fence):

@@ -69,7 +69,7 @@ def suspects_of(schedule: Schedule) -> list[Sequence]:
 
 @dataclass(slots=True)
 class StepClock:
-    """Measures steps.
+    """Measures how long steps take, and knows the one that runs.
 
     Attributes:
         costs: learns from each step that ends.

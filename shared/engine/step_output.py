@@ -85,7 +85,7 @@ class OutputBuffer:
     columns: tuple[list[str], list[int]] = ([], [])
     others: list[StepOutput] = field(default_factory=list)
 
-    def take(self) -> StepOutputs:
+    def flush(self) -> StepOutputs:
         """Return all outputs, and forget them."""
         outputs = StepOutputs(*self.columns, self.others)
         self.columns, self.others = ([], []), []

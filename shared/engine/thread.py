@@ -84,7 +84,7 @@ class EngineThread:
         busy_polls: bool = False,
         warm_launch_path: Callable[[], object] = lambda: None,
     ) -> None:
-        """Prepare; nothing runs yet.
+        """Make the thread without starting it.
 
         Args:
             core: used by nobody else from `start` on.
@@ -117,7 +117,7 @@ class EngineThread:
         self.thread = threading.Thread(target=self._loop, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the loop."""
+        """Start the thread, which runs the loop until `stop`."""
         self.thread.start()
 
     def stop(self, timeout: float) -> bool:

@@ -27,10 +27,10 @@ from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.communicator import RankCommunicator
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
-    Supply,
     TableEntries,
 )
 from pagewire.shared.kv.packing import packed_bytes
@@ -239,11 +239,11 @@ class FirstSteps:
         self._run(freed=[0])
         self.runner.warm_launch_path()
 
-    def _run(self, supply: Supply | None = None, **fields: Any) -> None:
-        plan = StepPlan(number=0, awaits_supply=supply is not None, **fields)
+    def _run(self, masks: GrammarMasks | None = None, **fields: Any) -> None:
+        plan = StepPlan(number=0, awaits_masks=masks is not None, **fields)
         pending = self.runner.execute(plan)
-        if supply is not None:
-            self.runner.supply(supply)
+        if masks is not None:
+            self.runner.sample(masks)
         pending.wait()
 
     def _sizes(self, room: int) -> Iterator[dict[str, Any]]:
@@ -316,5 +316,5 @@ class FirstSteps:
                 slot = NewDeviceSlot(0, spec, [0] * few, few // 2, [0])
             yield {"freed": [0], "new_slots": [slot], **row}
         mask = bytes([255]) * (-(-self.runner.vocab_size // 8))
-        for supply in (Supply(0, masks={0: mask}), Supply(0, held=[0])):
-            yield {"supply": supply, **row}
+        for masks in (GrammarMasks(0, masks={0: mask}), GrammarMasks(0, skipped_rows=[0])):
+            yield {"masks": masks, **row}

@@ -65,7 +65,7 @@ class Segment(_Message, frozen=True):
         credit, use: the staging slot of the payload, and the number of this use.
         job: the job's id, from `Prefill`; or `TEST_JOB`: the segment tests the link, is checked and
             goes into no block.
-        first, count: numbers of the blocks in the job, see `KvLayout.job_blocks`.
+        first_block, num_blocks: numbers of the blocks in the job, see `KvLayout.job_blocks`.
         first_group, num_groups: layer groups of each block.
         seed: added to the checksums after the blocks.
         nbytes: size of the payload: blocks and checksums.
@@ -74,21 +74,21 @@ class Segment(_Message, frozen=True):
     credit: CreditIndex
     use: Count
     job: Id
-    first: Count
-    count: Count
+    first_block: Count
+    num_blocks: Count
     first_group: Annotated[int, Meta(ge=0, lt=MAX_LAYER_GROUPS)]
     num_groups: Annotated[int, Meta(ge=0, le=MAX_LAYER_GROUPS)]
     seed: Int64
     nbytes: Annotated[int, Meta(gt=0, lt=2**40)]
 
     @property
-    def positions(self) -> range:
-        """Of the blocks."""
-        return range(self.first, self.first + self.count)
+    def blocks(self) -> range:
+        """Numbers of the blocks in the job."""
+        return range(self.first_block, self.first_block + self.num_blocks)
 
     @property
     def groups(self) -> range:
-        """Layer groups of each block."""
+        """Numbers of the layer groups of each block."""
         return range(self.first_group, self.first_group + self.num_groups)
 
 
@@ -99,7 +99,7 @@ class Return(_Message, frozen=True):
 
 
 class Grant(_Message, frozen=True):
-    """Credits for the sender."""
+    """The sender may use these staging slots of the receiver."""
 
     credits: Annotated[list[CreditIndex], Meta(max_length=MAX_CREDITS)]
 
@@ -132,7 +132,7 @@ encode: Callable[[ToReceiver | ToSender], bytes] = msgspec.msgpack.Encoder().enc
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], whose: str, data: bytes | memoryview) -> T:
-    """Return a message.
+    """Decode the message of a peer.
 
     Raises:
         ProtocolError: it is too large, or not one.

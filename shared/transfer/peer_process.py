@@ -18,7 +18,7 @@ from pagewire.shared.control.protocol import Count
 
 
 class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a process runs.
+    """Identifies a process, also for peers in other namespaces or on other hosts.
 
     Attributes:
         boot: id of the host's boot: different hosts have different ones.
@@ -33,7 +33,7 @@ class Process(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def this_process() -> Process:
-    """Return where this process runs.
+    """Return what identifies this process for others.
 
     Raises:
         TransferError: this system is not Linux, or does not say.
@@ -97,7 +97,7 @@ class Quarantine:
         return self.is_over
 
     def close(self) -> None:
-        """End the quarantine."""
+        """End the quarantine, and stop watching the process."""
         self.is_over = True
         if self._pidfd is not None:
             os.close(self._pidfd)

@@ -36,7 +36,7 @@ def make_staging(
     device: torch.device,
     shared: Callable[[int], torch.Tensor] | None = None,
 ) -> Staging:
-    """Allocate staging.
+    """Allocate the memory of a worker's staging slots.
 
     Args:
         num_slots: number of staging slots.

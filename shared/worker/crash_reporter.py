@@ -74,7 +74,7 @@ def read_summary(memory: mmap.mmap) -> StepSummary | None:
 
 
 def report_of(headline: str, step: StepSummary | None) -> CrashReport:
-    """Make a report.
+    """Make the report about a worker's crash.
 
     Args:
         headline: the first line of the text, "Fatal Python error: " and a reason.
@@ -108,7 +108,7 @@ async def report_crash(worker: socket.socket, memory: mmap.mmap) -> None:
 
 
 async def _publish(setup: Setup, report: CrashReport) -> None:
-    """Write a report to Redis.
+    """Write a crash report to Redis, where routers and workers find it.
 
     Raises:
         RedisSetupError: Redis refuses or does not answer.

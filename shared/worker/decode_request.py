@@ -17,7 +17,7 @@ from pagewire.shared.worker.metrics import LocalPrefill
 
 @dataclass(slots=True, eq=False)
 class DecodeRequest:
-    """One request of a router.
+    """One request of a router, from its arrival to its end.
 
     The event loop owns this object. The engine's thread writes the results of the prefill job here
     before it passes on the outputs that depend on them.
@@ -63,7 +63,7 @@ class DecodeRequest:
         return about(self.message.spec.log_id)
 
     def time(self, **found: Any) -> None:
-        """Set fields of `timings`."""
+        """Set some of the durations in `timings`."""
         self.timings = msgspec.structs.replace(self.timings, **found)
 
     def add_transfer_span(self) -> None:
@@ -93,7 +93,7 @@ class DecodeRequest:
             token_ids=[*self.message.prompt_token_ids, *self.message.output_token_ids],
             num_prompt_tokens=len(self.message.prompt_token_ids),
             spec=self.message.spec,
-            first_block=job.coverage.positions.start,
+            first_block=job.coverage.blocks.start,
             trace=None if self.span is None else self.span.trace,
             strikes=self.strikes,
         )

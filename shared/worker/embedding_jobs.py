@@ -1,4 +1,4 @@
-"""Computes embeddings for routers.
+"""Computes the embeddings that routers ask for.
 
 An `Embed` message gives the engine a sequence whose prompt is computed in chunks and pooled,
 without the prefix cache. One `TokenBatch` per message answers with the embedding.
@@ -103,7 +103,7 @@ class EmbeddingJobs:
         job = self._jobs.get(engine_id)
         return [] if job is None else [(job.peer_id, job.message.request_id)]
 
-    def take(self, output: StepOutput) -> None:
+    def report(self, output: StepOutput) -> None:
         """Report the engine's output of a sequence, if it is a job's."""
         job = self._jobs.get(output.request_id)
         if job is None:

@@ -106,7 +106,7 @@ class EngineResource(Generic[T]):
     value: T | None = field(default=None, init=False)
 
     async def open(self, make: Callable[[], T], timeout_s: float) -> T:
-        """Open it, and return it.
+        """Have the engine's thread open the resource; return it.
 
         Args:
             make: opens it.

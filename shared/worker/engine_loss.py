@@ -47,7 +47,7 @@ class EngineLoss:
 
     @property
     def log_ids(self) -> str:
-        """The suspects' names in logs."""
+        """The names by which logs know the suspected requests."""
         return ", ".join(sequence.log_name for sequence in self.suspects) or "none"
 
 

@@ -33,11 +33,11 @@ class Watched(Protocol):
 
     @property
     def step(self) -> RunningStep | None:
-        """The oldest step that runs."""
+        """The oldest step that has not ended; None if no step runs."""
         ...
 
     def is_running(self) -> bool:
-        """Whether the thread lives."""
+        """Whether the thread that runs the loop lives."""
         ...
 
 
@@ -87,7 +87,7 @@ class EngineWatch:
         return not self.has_ended and self.silence_s <= self.limit_s / 2
 
     def poll(self) -> None:
-        """Look at the engine."""
+        """Read the engine's heartbeat, and measure how long it has been silent."""
         self.step = self._engine.step  # before the heartbeat: if it ends meanwhile, that changes
         if self.step is None:
             self.limit_s = max(self._timeout_s, MIN_IDLE_LIMIT_S)

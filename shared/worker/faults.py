@@ -27,7 +27,7 @@ class WorkerFaults:
     index: IndexPublisher
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield the metrics of faults, one family after another."""
         server = self.server
         yield labelled(
             "pagewire_control_faults",

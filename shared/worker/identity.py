@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """One run of one worker.
+    """Names a worker and one of its runs.
 
     Attributes:
         worker_id: the same in each run.

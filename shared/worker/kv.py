@@ -53,7 +53,7 @@ def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[st
 
 
 def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> Carrier:
-    """Open one carrier.
+    """Open the carrier of this name.
 
     Args:
         name: one of `CARRIERS`.
@@ -105,7 +105,7 @@ async def open_endpoint(
     advertise_host: str,
     handle: Callable[[KvEvent], None],
 ) -> KvEndpoint:
-    """Open the KV endpoint.
+    """Open a worker's KV endpoint: carriers, sender and receiver.
 
     `stack` closes it, after the engine's thread has ended. `handle` gets its events.
 

@@ -50,7 +50,7 @@ class KvCollector:
         self._sender, self._receiver = endpoint.sender, endpoint.receiver
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield the metrics of KV transfer, one family after another."""
         sender, receiver = self._sender, self._receiver
         crossed = CounterMetricFamily(
             "pagewire_kv_transfer_bytes",

@@ -26,7 +26,7 @@ DRAIN_REPORT_S = 5.0
 
 @dataclass(slots=True)
 class WorkerLifetime:
-    """Watches what ends a worker.
+    """Watches what ends a worker, and lets its work end.
 
     Attributes:
         watch: notices that the engine hangs or has ended.

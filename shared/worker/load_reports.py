@@ -1,4 +1,4 @@
-"""Makes a worker's load reports."""
+"""Makes the reports by which routers know how busy a worker is."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pagewire.shared.engine.thread import EngineThread
 
 @dataclass(frozen=True, slots=True)
 class LoadReports:
-    """Makes load reports.
+    """Makes reports of how busy this worker is.
 
     Attributes:
         epoch: number of this run of the worker.

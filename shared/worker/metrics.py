@@ -1,4 +1,4 @@
-"""A worker's own metrics."""
+"""Metrics of a worker's engine, for Prometheus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class EngineCollector:
         self._engine, self._model_name, self._ranks = engine, model_name, ranks
 
     def collect(self) -> Iterator[Metric]:
-        """Yield one family after another."""
+        """Yield the metrics of the engine, one family after another."""
         engine = self._engine
         yield from load_families(load_of(engine))
         snapshot, stats = engine.snapshot, engine.core.stats
@@ -53,7 +53,7 @@ class EngineCollector:
             ("engine_steps", "Steps launched", stats.steps),
             ("prompt_tokens_computed", "Prompt tokens computed here", stats.prompt_tokens_computed),
             ("tokens_generated", "Tokens sampled here", stats.tokens_generated),
-            ("rows_held", "Rows that sampled nothing: their mask was late", stats.rows_held),
+            ("rows_skipped", "Rows that sampled nothing: their mask was late", stats.rows_skipped),
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_queries),
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache", stats.prefix_hits),
             ("preemptions", "Sequences preempted", snapshot.num_preemptions),

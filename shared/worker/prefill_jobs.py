@@ -99,7 +99,7 @@ class PrefillJobs:
             self._report_failure(message.job_id, link, str(exc), message.spec.log_id)
 
     def _start(self, message: Prefill, link: SenderLink) -> None:
-        """Queue a job's sequence.
+        """Queue the sequence that computes a job's prompt.
 
         Raises:
             InvalidRequestError: the message is invalid.
@@ -128,7 +128,7 @@ class PrefillJobs:
         self._jobs[message.job_id] = _Job(link, message.spec.log_id, span)
         logger.debug("job %s of %s", message.job_id, link.peer, extra=about(message.spec.log_id))
 
-    def take(self, output: StepOutput) -> bool:
+    def report(self, output: StepOutput) -> bool:
         """Report what the engine put out to the worker that asked; return whether it is a job."""
         job_id = output.request_id
         if (job := self._jobs.get(job_id)) is None:

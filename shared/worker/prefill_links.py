@@ -114,7 +114,7 @@ class PrefillLinks:
         return {link.record.worker_id: link.record.epoch for link in links if link.tested.done()}
 
     def start(self) -> None:
-        """Open links as workers appear."""
+        """Open links to workers as their records appear."""
         self._keeping = self.tasks.spawn(self._keep_open(), "keeping links to prefill workers")
 
     async def _keep_open(self) -> None:
@@ -132,7 +132,7 @@ class PrefillLinks:
             self._begin(record)
 
     def _begin(self, record: WorkerRecord) -> None:
-        """Begin to open a link."""
+        """Begin to open a link to the run of a worker."""
         client = ControlClient(
             record.endpoint,
             self.keys,

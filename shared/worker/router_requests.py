@@ -246,7 +246,7 @@ class RouterRequests:
         output = TokenOutput(request_id=request.message.request_id, prompt_logprobs=scored)
         self._post_outputs(request.peer_id, [output])
 
-    def take(self, outputs: StepOutputs) -> list[StepOutput]:
+    def report(self, outputs: StepOutputs) -> list[StepOutput]:
         """Post a step's outputs, in one message for each router; return those of no request."""
         unknown: list[StepOutput] = []
         by_peer: defaultdict[str, list[TokenOutput]] = defaultdict(list)

@@ -116,7 +116,7 @@ class WorkerRuntime:
 
     @property
     def engine_handle(self) -> EngineHandle:
-        """The engine, for the service."""
+        """What the service may use of the engine."""
         built = self.built
         return EngineHandle(
             core=built.core,
@@ -231,7 +231,7 @@ class WorkerRuntime:
         steps = self.built.core.steps
         self._crash_watch = CrashWatch(self.settings, self.epoch, steps, self._names_of)
         stack.push_async_callback(self._crash_watch.close)
-        BUILDS.note_ready()
+        BUILDS.record_ready()
         self.engine.start()
         stack.push_async_callback(self._stop_engine, stack)
 

@@ -72,11 +72,11 @@ class WorkerService:
     decode_links: DecodeLinks
     jobs: PrefillJobs
     remote_jobs: RemoteJobs
-    _take_soon: Callable[[StepOutputs], None] = field(init=False)
+    _report_soon: Callable[[StepOutputs], None] = field(init=False)
     _on_link_event_soon: Callable[[KvEvent], None] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._take_soon = self.engine.in_loop(self._take)
+        self._report_soon = self.engine.in_loop(self._report)
         self._on_link_event_soon = self.engine.in_loop(self._on_link_event)
 
     @property
@@ -85,7 +85,7 @@ class WorkerService:
         return len(self.requests) + len(self.embeddings) + len(self.jobs)
 
     def start(self) -> None:
-        """Begin to open links."""
+        """Begin to open links to other workers."""
         self.prefill_links.start()
 
     def close(self) -> None:
@@ -165,10 +165,10 @@ class WorkerService:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Report the outputs of jobs, and pass on the others. Runs in the engine's thread."""
-        others = [output for output in outputs.others if not self.jobs.take(output)]
+        others = [output for output in outputs.others if not self.jobs.report(output)]
         if others or outputs.request_ids:
-            self._take_soon(StepOutputs(outputs.request_ids, outputs.token_ids, others))
+            self._report_soon(StepOutputs(outputs.request_ids, outputs.token_ids, others))
 
-    def _take(self, outputs: StepOutputs) -> None:
-        for output in self.requests.take(outputs):
-            self.embeddings.take(output)
+    def _report(self, outputs: StepOutputs) -> None:
+        for output in self.requests.report(outputs):
+            self.embeddings.report(output)

@@ -24,8 +24,8 @@ from pagewire.tests.support.float32_reference import (
     random_prompts,
     write_random_llama,
 )
+from pagewire.tests.support.masked_steps import ALLOWED, run_masked_steps
 from pagewire.tests.support.shaped_requests import shaped_fields
-from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tests.support.tiny_models import write_tiny_model
 from pagewire.tools.invariance import Measurement, Workload
 
@@ -119,11 +119,11 @@ def test_seeded_tokens_do_not_depend_on_the_batch() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"cuda_graphs": False}], ids=["graphs", "launched"])
-def test_supplied_steps_give_the_cpus_tokens(options: dict[str, bool]) -> None:
-    truth = run_supplied_steps(LLM("demo", device="cpu", dtype="float32").engine.runner)
+def test_masked_steps_give_the_cpus_tokens(options: dict[str, bool]) -> None:
+    truth = run_masked_steps(LLM("demo", device="cpu", dtype="float32").engine.runner)
     assert [truth[1][row] for row in ALLOWED] == list(ALLOWED.values())
     llm = LLM("demo", device="cuda", dtype="float32", **POOL | options)
-    assert run_supplied_steps(llm.engine.runner) == truth
+    assert run_masked_steps(llm.engine.runner) == truth
 
 
 @pytest.mark.parametrize(

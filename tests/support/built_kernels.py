@@ -40,7 +40,7 @@ def main() -> None:
     count_kernels(builds)
     count_kernels(builds)  # counts each once all the same
     compile_it()
-    builds.note_ready()
+    builds.record_ready()
     compile_it()
     print(json.dumps([builds.early, builds.late]))
 

@@ -163,7 +163,7 @@ class World:
 
     def take(self, number: int) -> None:
         link = self.links[number]
-        credit, use = link.sender.take()
+        credit, use = link.sender.acquire()
         link.packing[credit] = use
 
     def announce(self, number: int, credit: int) -> None:
@@ -216,7 +216,7 @@ class World:
             self.receiver.fill(number, message.credit, message.use)
             self.filled[message.credit] = message.use
         else:
-            messages = self.receiver.take_back(number, message.credit)
+            messages = self.receiver.accept_return(number, message.credit)
             self._end_loan(message.credit)
             self._send(messages)
 

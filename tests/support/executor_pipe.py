@@ -10,7 +10,7 @@ import msgspec
 from pagewire.shared.engine.execution.executor import PendingStep
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan, StepResult
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.tests.support.child_process import Remote, Reply
 from pagewire.tests.support.fake_device import FakeDevice
@@ -28,18 +28,18 @@ class FarExecutor:
         self._executor = FakeDevice(*args)
 
     def execute(self, encoded: bytes) -> bytes | None:
-        """Run a plan; returns its result, unless it waits for its supply."""
+        """Run a plan; returns its result, unless it waits for its masks."""
         plan = msgspec.msgpack.decode(encoded, type=StepPlan)
         pending = self._executor.execute(plan)
-        if plan.awaits_supply:
+        if plan.awaits_masks:
             self._awaiting = pending
             return None
         return msgspec.msgpack.encode(pending.wait())
 
-    def supply(self, encoded: bytes) -> bytes:
-        """Supply the plan that waits for it; returns that plan's result."""
+    def sample(self, encoded: bytes) -> bytes:
+        """GrammarMasks the plan that waits for it; returns that plan's result."""
         assert self._awaiting is not None
-        self._executor.supply(msgspec.msgpack.decode(encoded, type=Supply))
+        self._executor.sample(msgspec.msgpack.decode(encoded, type=GrammarMasks))
         return msgspec.msgpack.encode(self._awaiting.wait())
 
     def do(self, method: str, *args: Any) -> Any:
@@ -57,7 +57,7 @@ class FarStep:
 
     Attributes:
         launched: the reply to the plan.
-        result: the reply that has the result; None before the step's supply.
+        result: the reply that has the result; None before the step's masks.
     """
 
     launched: Reply
@@ -68,7 +68,7 @@ class FarStep:
 
     def wait(self) -> StepResult:
         self.launched.wait()
-        assert self.result is not None, "nothing was supplied"
+        assert self.result is not None, "no masks came"
         return msgspec.msgpack.decode(self.result.wait(), type=StepResult)
 
 
@@ -81,12 +81,12 @@ class PipeExecutor:
 
     def execute(self, plan: StepPlan) -> PendingStep:
         launched = self._pipe.start("execute", msgspec.msgpack.encode(plan))
-        self._last = FarStep(launched, None if plan.awaits_supply else launched)
+        self._last = FarStep(launched, None if plan.awaits_masks else launched)
         return self._last
 
-    def supply(self, supply: Supply) -> None:
+    def sample(self, masks: GrammarMasks) -> None:
         assert self._last is not None
-        self._last.result = self._pipe.start("supply", msgspec.msgpack.encode(supply))
+        self._last.result = self._pipe.start("sample", msgspec.msgpack.encode(masks))
 
 
 def _field(name: str) -> property:

@@ -24,12 +24,12 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import (
     Expect,
     Export,
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
     StepResult,
     StepScores,
-    Supply,
 )
 from pagewire.shared.kv.block_table import NO_BLOCK
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
@@ -76,7 +76,7 @@ class FakePending:
     def wait(self) -> StepResult:
         if self._error is not None:
             raise self._error
-        assert self._device.awaiting is not self, "nothing was supplied"
+        assert self._device.awaiting is not self, "no masks came"
         return self.result
 
 
@@ -135,7 +135,7 @@ class FakeDevice:
         fail_execute, fail_wait: raised by the next step.
         fails_to_move: raised by the next packing or unpacking.
         moves: those that have not run yet.
-        awaiting: the step that waits for its supply.
+        awaiting: the step that waits for its masks.
     """
 
     limits: SchedulerLimits
@@ -170,7 +170,7 @@ class FakeDevice:
         self._max_blocks = -(-self.limits.max_model_len // self.block_size)
 
     def execute(self, plan: StepPlan) -> FakePending:
-        assert self.awaiting is None, "a step still waits for its supply"
+        assert self.awaiting is None, "a step still waits for its masks"
         assert plan.number > self._plan.number
         self._plan, self._has_launched = plan, False
         self._check_rows(plan)
@@ -190,7 +190,7 @@ class FakeDevice:
         error = None
         if plan.has_rows:
             error, self.fail_wait = self.fail_wait, None
-        if plan.awaits_supply:
+        if plan.awaits_masks:
             self.awaiting = FakePending(self, StepResult(plan.number, sampled), error)
             return self.awaiting
         tokens = [self._sample(slot, None) for slot in sampled]
@@ -201,16 +201,16 @@ class FakeDevice:
         )
         return FakePending(self, StepResult(plan.number, tokens, scores), error)
 
-    def supply(self, supply: Supply) -> None:
+    def sample(self, masks: GrammarMasks) -> None:
         pending, self.awaiting = self.awaiting, None
-        assert pending is not None and pending.result.number == supply.number
+        assert pending is not None and pending.result.number == masks.number
         slots = pending.result.tokens
-        held = set(supply.held)
+        skipped = set(masks.skipped_rows)
         tokens = [
-            self._hold(slot) if row in held else self._sample(slot, supply.masks.get(row))
+            self._hold(slot) if row in skipped else self._sample(slot, masks.masks.get(row))
             for row, slot in enumerate(slots)
         ]
-        pending.result = StepResult(supply.number, tokens)
+        pending.result = StepResult(masks.number, tokens)
 
     def fail(self, where: str, message: str) -> None:
         """Make the next step fail, with `fail_execute` or `fail_wait`."""

@@ -76,7 +76,7 @@ class Request:
     def positions(self) -> range:
         """Positions of the blocks that are expected."""
         assert self.blocks is not None
-        return self.blocks.coverage.positions
+        return self.blocks.coverage.blocks
 
 
 @dataclass(eq=False)

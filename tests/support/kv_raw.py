@@ -31,7 +31,15 @@ OPEN = Open("zmq", b"")
 _TOKEN = b"0123456789abcdef"
 PROMPT = [1, 2, 3, 4, 5, 6, 0, 1, 2, 3]  # 2 full blocks and 2 tokens
 SEGMENT = Segment(
-    credit=0, use=1, job="job", first=0, count=1, first_group=0, num_groups=2, seed=0, nbytes=32
+    credit=0,
+    use=1,
+    job="job",
+    first_block=0,
+    num_blocks=1,
+    first_group=0,
+    num_groups=2,
+    seed=0,
+    nbytes=32,
 )
 
 

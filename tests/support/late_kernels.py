@@ -127,7 +127,7 @@ def prepared_without_gpu(
 
 def watch(name: str, built: BuiltEngine, builds: Builds, args: argparse.Namespace) -> int:
     """Send traffic to an engine; return how many kernels were compiled or loaded for it."""
-    builds.note_ready()
+    builds.record_ready()
     counts = ", ".join(f"{kind} {n} in {builds.seconds[kind]:.1f} s" for kind, n in builds.parts)
     print(f"{name}: {counts}", flush=True)
     if not args.full:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
-from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan, StepResult
 
 
 class Failing:
@@ -36,12 +36,12 @@ class Wrong:
 
 
 class Results:
-    """An executor that replaces the results of some plans, by number, and fails some supplies."""
+    """An executor that replaces the results of some plans, by number, and fails some samplings."""
 
     def __init__(self, core: EngineCore, kinds: dict[int, type[Failing | Wrong]]) -> None:
         self.inner: Executor = core.executor
         self.kinds = kinds
-        self.unsupplied: set[int] = set()
+        self.without_masks: set[int] = set()
         self.number = 0
         core.executor = self
 
@@ -51,9 +51,9 @@ class Results:
         kind = self.kinds.get(plan.number)
         return pending if kind is None else kind(pending)
 
-    def supply(self, supply: Supply) -> None:
-        self.inner.supply(supply)
-        if supply.number in self.unsupplied:
+    def sample(self, masks: GrammarMasks) -> None:
+        self.inner.sample(masks)
+        if masks.number in self.without_masks:
             raise RuntimeError("no sampling")
 
     def break_next(self, later: type[Failing | Wrong]) -> None:

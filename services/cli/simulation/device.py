@@ -9,7 +9,7 @@ from pagewire.services.cli.simulation.events import Events
 from pagewire.services.cli.simulation.machine import MachinePrices, Work
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN
 from pagewire.shared.costs.step_work import products_of
-from pagewire.shared.engine.scheduling.step import Export, StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.step import Export, GrammarMasks, StepPlan, StepResult
 
 
 @dataclass(slots=True)
@@ -110,5 +110,5 @@ class SimulatedDevice:
         self.on_launch(self.last.ends_s)
         return self.last
 
-    def supply(self, supply: Supply) -> None:
+    def sample(self, masks: GrammarMasks) -> None:
         """Do nothing: no simulated request has a grammar."""

@@ -30,7 +30,7 @@ _NO_ROWS = np.zeros(0, np.int64)
 
 
 class PendingMove:
-    """Blocks that are being moved.
+    """A move of KV blocks that has been launched and may not have ended.
 
     Attributes:
         end: event at the end of the move; None if the move has already been made.

@@ -27,7 +27,7 @@ def _zeros() -> dict[BuildKind, int]:
 
 @dataclass(slots=True)
 class Builds:
-    """The builds of a process.
+    """Counts the kernels and CUDA graphs that this process has built, and the time that took.
 
     Attributes:
         early: how many there were of each kind before the worker was ready.
@@ -42,7 +42,7 @@ class Builds:
     is_ready: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, kind: BuildKind, name: str, seconds: float) -> None:
+    def record(self, kind: BuildKind, name: str, seconds: float) -> None:
         """Count a build; log it if it is late.
 
         Args:
@@ -59,12 +59,12 @@ class Builds:
 
     @contextmanager
     def timed(self, kind: BuildKind, name: str) -> Iterator[None]:
-        """Count what the block builds."""
+        """Count what the code in the `with` statement builds, and measure it."""
         start_s = time.monotonic()
         yield
-        self.note(kind, name, time.monotonic() - start_s)
+        self.record(kind, name, time.monotonic() - start_s)
 
-    def note_ready(self) -> None:
+    def record_ready(self) -> None:
         """Count builds as late from now on; log how many there were."""
         self.is_ready = True
         if any(self.early.values()):
@@ -105,7 +105,7 @@ class _Listener:
         kind: BuildKind = "loaded" if cache_hit else "compiled"
         options = more.get("metadata", {})
         warps = {"num_warps": options["num_warps"]} if "num_warps" in options else {}
-        self.builds.note(kind, _describe(src, warps), times.total / 1e6)
+        self.builds.record(kind, _describe(src, warps), times.total / 1e6)
 
 
 def _describe(src: Any, options: dict[str, int]) -> str:

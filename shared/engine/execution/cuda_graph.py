@@ -6,7 +6,7 @@ together, the host would need longer to launch the kernels one by one than the d
 them.
 
 A step is two graphs. The forward leaves the rows that sample in static memory (`StaticRows`).
-Sampling reads them there, at once or when a supply has come, in one of two variants
+Sampling reads them there, at once or when masks have come, in one of two variants
 (sampling_stage.py). Its graphs are captured for numbers of rows, whatever step has left them.
 """
 

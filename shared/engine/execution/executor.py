@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop and the scheduler run without torch, as in `pagewire simulate`
     import torch
@@ -24,7 +24,7 @@ class PendingStep(Protocol):
         ...
 
     def wait(self) -> StepResult:
-        """Wait for the result.
+        """Wait until the step has ended, and return its result.
 
         Raises:
             Exception: the error that made the step fail.
@@ -38,7 +38,7 @@ class Executor(Protocol):
     def execute(self, plan: StepPlan) -> PendingStep:
         """Launch a step; the work of later plans comes after it.
 
-        A plan that awaits a supply gets it before the next plan comes. A plan's changes of device
+        A plan that awaits masks gets them before the next plan comes. A plan's changes of device
         slots and blocks are applied even if its rows fail later, which `PendingStep.wait` reports.
 
         Raises:
@@ -47,8 +47,8 @@ class Executor(Protocol):
         """
         ...
 
-    def supply(self, supply: Supply) -> None:
-        """Launch the sampling of the step that awaits this supply."""
+    def sample(self, masks: GrammarMasks) -> None:
+        """Launch the sampling of the step that awaits these masks."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Which kernels an engine runs."""
+"""Chooses the kernels that an engine runs: Triton's, or the reference in PyTorch."""
 
 from __future__ import annotations
 

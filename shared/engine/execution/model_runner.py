@@ -30,7 +30,7 @@ from pagewire.shared.engine.execution.cuda_graph import (
 )
 from pagewire.shared.engine.execution.decode_inputs import decode_inputs, joined
 from pagewire.shared.engine.execution.device_state import DeviceState
-from pagewire.shared.engine.execution.pending import LaunchedRows, PendingSupply, PendingTokens
+from pagewire.shared.engine.execution.pending import LaunchedRows, PendingMasks, PendingTokens
 from pagewire.shared.engine.execution.plan_events import PlanEvents
 from pagewire.shared.engine.execution.pooling import Pooling
 from pagewire.shared.engine.execution.sampling_stage import (
@@ -41,7 +41,13 @@ from pagewire.shared.engine.execution.sampling_stage import (
 )
 from pagewire.shared.engine.execution.scoring import Scoring
 from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs
-from pagewire.shared.engine.scheduling.step import Expect, Export, PrefillChunk, StepPlan, Supply
+from pagewire.shared.engine.scheduling.step import (
+    Expect,
+    Export,
+    GrammarMasks,
+    PrefillChunk,
+    StepPlan,
+)
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.inputs import LayerKv, OnLayerEnd
 from pagewire.shared.model.loaded_model import CausalLM
@@ -86,7 +92,7 @@ class ModelRunner:
     # Of the plan that is being launched: an event after each layer group, if it exports blocks.
     _group_events: list[DeviceEvent] = field(default_factory=list)
     _records_groups: bool = False
-    _awaiting: PendingSupply | None = None  # the step that waits for its masks
+    _awaiting: PendingMasks | None = None  # the step that waits for its masks
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool, self.layout)
@@ -98,23 +104,23 @@ class ModelRunner:
 
     @property
     def block_size(self) -> int:
-        """Tokens per block."""
+        """Number of tokens whose KV one block holds."""
         return int(self.kv_pool.shape[4])
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+    def execute(self, plan: StepPlan) -> PendingTokens | PendingMasks:
         """Launch a step. The work of later calls comes after it.
 
         Raises:
-            IntegrityError: the previous step still waits for its supply.
+            IntegrityError: the previous step still waits for its masks.
         """
         if self._awaiting is not None:
-            raise IntegrityError(f"step {self._awaiting.number} waits for a supply")
+            raise IntegrityError(f"step {self._awaiting.number} waits for masks")
         if plan.copies:
             self._copy_blocks(plan.copies)
         if any(isinstance(work, Expect) for work in plan.kv):
             # Arriving KV may overwrite a block from which this plan copies: it waits for that, too.
-            self._events.note(plan.number - 1, [self.mover.record_event()])
+            self._events.record(plan.number - 1, [self.mover.record_event()])
         self._group_events = []
         self._records_groups = any(isinstance(work, Export) for work in plan.kv)
         self.state.apply(plan)
@@ -125,20 +131,20 @@ class ModelRunner:
         if self._records_groups:
             is_complete = len(self._group_events) == len(self.layout.layer_groups)
             events = self._group_events if is_complete else [self.mover.record_event()]
-            self._events.note(plan.number, events)
+            self._events.record(plan.number, events)
         return pending
 
     @torch.inference_mode()
-    def supply(self, supply: Supply) -> None:
-        """Launch the sampling of the step that awaits this supply.
+    def sample(self, masks: GrammarMasks) -> None:
+        """Launch the sampling of the step that awaits these masks.
 
         Raises:
             IntegrityError: another step waits, or none does.
         """
         pending, self._awaiting = self._awaiting, None
-        if pending is None or pending.number != supply.number:
-            raise IntegrityError(f"step {supply.number} does not wait for a supply")
-        self.sampling.set_masks(supply.masks, supply.held)
+        if pending is None or pending.number != masks.number:
+            raise IntegrityError(f"step {masks.number} does not wait for masks")
+        self.sampling.set_masks(masks.masks, masks.skipped_rows)
         pending.tokens = self._sample(pending.number, pending.rows)
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
@@ -146,13 +152,13 @@ class ModelRunner:
         words = as_words(self.kv_pool)  # torch on a CPU cannot copy rows of FP8 by index
         words.index_copy_(0, targets, words.index_select(0, sources))
 
-    def _launch(self, plan: StepPlan) -> PendingTokens | PendingSupply:
+    def _launch(self, plan: StepPlan) -> PendingTokens | PendingMasks:
         slots, chunks = plan.decodes, plan.chunks
         if not plan.has_rows:
             return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
         rows = self._replay(slots, chunks) or self._run(slots, chunks)
-        if plan.awaits_supply:
-            self._awaiting = PendingSupply(plan.number, rows)
+        if plan.awaits_masks:
+            self._awaiting = PendingMasks(plan.number, rows)
             return self._awaiting
         return self._sample(plan.number, rows)
 
@@ -184,7 +190,7 @@ class ModelRunner:
         if self.scoring.of_tokens:
             logits = self.sampling.drawn_from(sampled, shaped)
             self.scoring.score_tokens(sampled, logits, rows.slots)
-        return PendingTokens(number, sampled.tokens, [*self.scoring.take(), *self.pooling.take()])
+        return PendingTokens(number, sampled.tokens, [*self.scoring.flush(), *self.pooling.flush()])
 
     def decode(self, slots: torch.Tensor, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a decode step of these device slots, [B] int64.
@@ -223,7 +229,7 @@ class ModelRunner:
 
     def _left(self, forwarded: Forwarded) -> Forwarded:
         """Leave a forward's output where the CUDA graphs of sampling read it, if there are any."""
-        return forwarded if self._static is None else self._static.take(forwarded)
+        return forwarded if self._static is None else self._static.copy_rows(forwarded)
 
     def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute logits; with CUDA graphs, into static memory that outlives the replay."""

@@ -69,8 +69,8 @@ class PendingTokens:
 
 
 @dataclass(slots=True)
-class PendingSupply:
-    """A step whose forward has been launched, and whose sampling waits for its supply.
+class PendingMasks:
+    """A step whose forward has been launched, and whose sampling waits for masks.
 
     Attributes:
         rows: in the order of the step's tokens.
@@ -89,8 +89,8 @@ class PendingSupply:
         """Wait for the step and return its tokens.
 
         Raises:
-            IntegrityError: nothing was supplied, so that they would never come.
+            IntegrityError: no masks came, so that they would never come.
         """
         if self.tokens is None:
-            raise IntegrityError(f"step {self.number} waits for a supply")
+            raise IntegrityError(f"step {self.number} waits for masks")
         return self.tokens.wait()

@@ -12,13 +12,13 @@ from pagewire.shared.engine.execution.cuda_graph import DeviceEvent
 class PlanEvents:
     """The events of plans that other work may have to wait for.
 
-    An event that has been reached is forgotten when the next one is noted.
+    An event that has been reached is forgotten when the next one is recorded.
     """
 
     _events: dict[int, list[DeviceEvent]] = field(default_factory=dict)  # ascending by plan
     _newest: int = 0
 
-    def note(self, plan: int, events: list[DeviceEvent]) -> None:
+    def record(self, plan: int, events: list[DeviceEvent]) -> None:
         """Store the event at a plan's end, or the events after which its layer groups are final.
 
         Events that were stored for this plan before stay: the last one is late enough.
@@ -31,7 +31,7 @@ class PlanEvents:
         self._newest = max(self._newest, plan)
 
     def has_group_events(self, plan: int) -> bool:
-        """Whether each layer group of a plan has an event; call this before the next `note`."""
+        """Whether each layer group of a plan has an event; call this before the next `record`."""
         return len(self._events.get(plan, ())) > 1
 
     def find(self, plan: int, group: int) -> DeviceEvent:

@@ -16,7 +16,7 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan, StepS
 
 @dataclass(frozen=True, slots=True)
 class DeviceEmbedding:
-    """A pooled prompt.
+    """The embedding of a prompt, which is still on the device.
 
     Attributes:
         vector: [hidden] float32.
@@ -43,18 +43,18 @@ class Pooling:
     _done: list[DeviceEmbedding] = field(default_factory=list)  # of the present step
 
     def apply(self, plan: StepPlan) -> None:
-        """Begin a step."""
+        """Begin a step: forget the results of device slots that lost their owner."""
         self._done = []
         for slot in plan.freed if self._kept else ():
             self._kept.pop(slot, None)
 
-    def take(self) -> list[DeviceEmbedding]:
-        """Return what has been launched for the current step."""
+    def flush(self) -> list[DeviceEmbedding]:
+        """Return what has been launched for the current step, and forget it."""
         done, self._done = self._done, []
         return done
 
     def pool(self, index: int, chunk: PrefillChunk, hidden: torch.Tensor) -> None:
-        """Pool a chunk.
+        """Add a chunk's hidden states to its prompt's embedding.
 
         Args:
             index: index of the chunk in its plan.

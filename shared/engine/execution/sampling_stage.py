@@ -1,6 +1,6 @@
 """Sampling, the second half of a step: turns the logits that the forward left into tokens.
 
-Sampling is launched right after the forward, or waits for a supply (`StepPlan`). It has two
+Sampling is launched right after the forward, or waits for masks (`StepPlan`). It has two
 variants: plain, for temperature, min_p, top_k and top_p, and shaped, for batches with a mask or
 with a device slot that asks for more. The variant is chosen for the whole batch; a row that asks
 for nothing more gets the same token in both.
@@ -23,7 +23,7 @@ from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.shaping_state import ShapingState
 from pagewire.shared.engine.scheduling.step import StepPlan
 
-_UNMASKED, _HELD = -1, -2  # in place of a mask
+_UNMASKED, _SKIPPED = -1, -2  # in place of a mask
 
 
 class Forwarded(NamedTuple):
@@ -40,7 +40,7 @@ class Forwarded(NamedTuple):
     positions: torch.Tensor
 
     def first(self, count: int) -> Forwarded:
-        """Return the first rows."""
+        """Return the first `count` rows of each tensor."""
         return Forwarded(*(each[:count] for each in self))
 
 
@@ -57,7 +57,7 @@ class StaticRows(Forwarded):
         static = logits.new_zeros((rows, logits.shape[1]))
         return cls(static, slots, torch.zeros_like(slots))
 
-    def take(self, forwarded: Forwarded) -> Forwarded:
+    def copy_rows(self, forwarded: Forwarded) -> Forwarded:
         """Copy a forward's rows, except for logits, which it has written here itself."""
         own = self.first(len(forwarded.slots))
         own.slots.copy_(forwarded.slots)
@@ -77,7 +77,7 @@ class Sampled(NamedTuple):
     logits: torch.Tensor
 
     def first(self, count: int) -> Sampled:
-        """Return the first rows."""
+        """Return the first `count` rows of each tensor."""
         return Sampled(self.tokens[:count], self.logits[:count])
 
 
@@ -130,13 +130,13 @@ class SamplingStage:
         """
         return self._shaped[: len(sampled.tokens)] if shaped else sampled.logits
 
-    def set_masks(self, masks: dict[int, bytes], held: Sequence[int] = ()) -> None:
+    def set_masks(self, masks: dict[int, bytes], skipped: Sequence[int] = ()) -> None:
         """Upload the tokens that rows may sample: one bit per token, lowest first, in whole bytes.
 
-        Rows without a mask may sample any token; `held` rows sample nothing. This does not wait:
+        Rows without a mask may sample any token; `skipped` rows sample nothing. This does not wait:
         masks and rows are put into pinned memory, and one copy uploads all of them.
         """
-        if not masks and not held:
+        if not masks and not skipped:
             return
         words = self._masks.shape[1]
         packed = self._on_host(len(masks) * words, torch.int32)
@@ -147,7 +147,7 @@ class SamplingStage:
         mask_of_row = rows.numpy()
         mask_of_row.fill(_UNMASKED)
         mask_of_row[list(masks)] = np.arange(len(masks))
-        mask_of_row[list(held)] = _HELD
+        mask_of_row[list(skipped)] = _SKIPPED
         self._masks[: len(masks)].copy_(packed.view(len(masks), words), non_blocking=True)
         self._mask_of_row.copy_(rows, non_blocking=True)
         self._has_masks = True
@@ -172,8 +172,8 @@ class SamplingStage:
         tables, count = self.shaping.tables, len(slots)
         if shaped:
             mask_of_row = self._mask_of_row[:count]
-            # The token of a held row goes to the padding device slot, which stays at position 0.
-            is_held = mask_of_row == _HELD
+            # The token of a skipped row goes to the padding device slot, which stays at position 0.
+            is_held = mask_of_row == _SKIPPED
             slots = torch.where(is_held, state.padding_slot, slots)
             positions = torch.where(is_held, 0, positions)
             out = self._shaped[:count]

@@ -92,13 +92,13 @@ class Scoring:
             if new.spec.prompt_logprobs is not None:
                 self.of_prompts[new.slot] = new.spec.prompt_logprobs
 
-    def take(self) -> list[DeviceScores]:
-        """Return what has been launched for the current step."""
+    def flush(self) -> list[DeviceScores]:
+        """Return what has been launched for the current step, and forget it."""
         scores, self._scores = self._scores, []
         return scores
 
     def score_tokens(self, sampled: Sampled, shaped: torch.Tensor, slots: list[int]) -> None:
-        """Score sampled tokens.
+        """Launch the computing of log probabilities of the tokens that were just sampled.
 
         Args:
             sampled: the tokens, and logits as they were before sampling.

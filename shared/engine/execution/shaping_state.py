@@ -54,7 +54,7 @@ class ShapingState:
             if self.known.pop(slot, None) is not None:
                 self._stale.add(slot)
         if not (self._stale or any(new.spec.is_shaped for new in plan.new_slots)):
-            self._note(plan)
+            self._record_tokens(plan)
             return
         rows = {new.slot: _row_of(new) for new in plan.new_slots if new.spec.is_shaped}
         rows |= {
@@ -64,7 +64,7 @@ class ShapingState:
         }
         self._stale -= rows.keys()
         self._write(rows, [new for new in plan.new_slots if new.spec.is_shaped])
-        self._note(plan)
+        self._record_tokens(plan)
 
     def _write(self, rows: dict[int, ShapingRow], shaped: list[NewDeviceSlot]) -> None:
         if not rows:
@@ -98,10 +98,10 @@ class ShapingState:
         tokens = self._upload([token for new in counted for token in new.token_ids])
         self.ops.enter_tokens(self.tables, slots, ends, starts, tokens, max(lengths))
 
-    def _note(self, plan: StepPlan) -> None:
+    def _record_tokens(self, plan: StepPlan) -> None:
         """Count input tokens that another worker sampled after the device slot was filled.
 
-        The input of a held row is not counted again: a step on this worker sampled and counted it.
+        The input of a skipped row is not counted again: a step here sampled and counted it.
         """
         if not self.known:
             return

@@ -140,11 +140,11 @@ class AsyncLLM(OfflineModel):
             await asyncio.to_thread(self.engine.ranks.close)
 
     async def __aenter__(self) -> Self:
-        """Return itself."""
+        """Return this engine, for `async with`."""
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        """Call `close`."""
+        """Close the engine at the end of `async with`."""
         await self.close()
 
     async def _follow(self, answers: Answers) -> AsyncGenerator[RequestOutput, None]:
@@ -181,12 +181,12 @@ class _Request:
         self._error: PagewireError | None = None
         self._has_news = asyncio.Event()
 
-    def take(self, step: StepOutput) -> None:
+    def add_step(self, step: StepOutput) -> None:
         """Add a step's output of one answer."""
         answer = self.answers[step.request_id]
         if answer.has_ended:
             return  # the engine had not yet heard of a stop string
-        if answer.take(step) and step.finish_reason is None:
+        if answer.add_step(step) and step.finish_reason is None:
             self._thread.submit(lambda core: core.sequences.abort(step.request_id), admitted=True)
         if answer.error is not None:
             self._error = self._error or answer.error
@@ -202,7 +202,7 @@ class _Request:
         _call_in(self.loop, partial(self.fail, error))
 
     async def wait(self) -> None:
-        """Wait for news.
+        """Wait until an answer has grown or ended.
 
         Raises:
             PagewireError: the request failed.
@@ -232,7 +232,7 @@ class _Requests:
         self._of_answer: dict[str, _Request] = {}
 
     def add(self, request: _Request, core: EngineCore) -> None:
-        """Queue a request."""
+        """Queue a request in the engine."""
         try:
             queue(core, request.answers, self._eos)
         except PagewireError as exc:
@@ -269,4 +269,4 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: partial[None]) -> bool:
 
 def _take_all(batch: list[tuple[_Request, StepOutput]]) -> None:
     for request, output in batch:
-        request.take(output)
+        request.add_step(output)

@@ -46,7 +46,7 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True, metaclass=Chec
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One hypothesis.
+    """One of the answers that a beam search compares.
 
     Attributes:
         tokens: token ids of prompt and answer, including an end-of-sequence token.
@@ -63,7 +63,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The result of one prompt.
+    """The best answers that a beam search has found for one prompt.
 
     Attributes:
         sequences: the best hypotheses, the best first.
@@ -79,7 +79,7 @@ class _Beam(NamedTuple):
 
 
 class BeamSearch:
-    """The search for one prompt.
+    """Searches the best answers to one prompt, step by step.
 
     Args:
         prompt: token ids.
@@ -108,7 +108,7 @@ class BeamSearch:
         return self._params.beam_width + len(self._eos)
 
     def advance(self, candidates: Sequence[dict[int, float]]) -> None:
-        """Continue the live beams.
+        """Continue each live beam by the tokens that the model ranks highest.
 
         Args:
             candidates: for each beam, the log probabilities of its likeliest next tokens by token

@@ -109,7 +109,7 @@ def read_chats(
     syntax: ChatSyntax,
     arguments: ChatArguments,
 ) -> list[ChatPrompt]:
-    """Check, render and tokenize conversations.
+    """Check conversations, render them by the chat template, and tokenize the result.
 
     Args:
         conversations: lists of messages.

@@ -15,7 +15,7 @@ from pagewire.shared.model.pooling import PoolingRules
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingOutput:
-    """The result of one prompt.
+    """The embedding of a prompt, and the prompt.
 
     Attributes:
         prompt: its text; None if token ids were given.
@@ -34,7 +34,7 @@ def compute_embeddings(
     prompts: Mapping[str, TokenizedPrompt],
     rules: PoolingRules,
 ) -> list[EmbeddingOutput]:
-    """Return the embeddings of prompts.
+    """Compute an embedding of each prompt; return them in the order of the prompts.
 
     All requests are aborted at the end, also after an error.
 

@@ -51,7 +51,7 @@ class LLM(OfflineModel):
     """
 
     def __init__(self, model: str | os.PathLike[str] = "demo", **settings: Any) -> None:
-        """Load a model.
+        """Load a model and make an engine for it.
 
         On the CPU, a small model lowers torch's number of threads in the whole process. Set
         OMP_NUM_THREADS before, or call `torch.set_num_threads` afterwards, to use another number.
@@ -152,7 +152,7 @@ class LLM(OfflineModel):
     def embed(
         self, prompts: Prompt | Seq[Prompt], add_special_tokens: bool = True
     ) -> list[EmbeddingOutput]:
-        """Return the embeddings of prompts.
+        """Compute an embedding of each prompt; return them in the order of the prompts.
 
         A prompt must be at least one token shorter than the context. By default, an embedding is
         the last token's final hidden state, normalised. The files of sentence-transformers in the
@@ -280,12 +280,12 @@ class LLM(OfflineModel):
         plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
         ended = [name for name, token in plain if name in live and live[name].add([token], None)]
         others = [output for output in outputs.others if output.request_id in live]
-        ended += [each.request_id for each in others if live[each.request_id].take(each)]
+        ended += [each.request_id for each in others if live[each.request_id].add_step(each)]
         self._abort(ended)  # the engine does not know stop strings
         return outputs
 
     def _add(self, answers: Answers) -> None:
-        """Queue answers."""
+        """Queue the sequences of answers in the engine."""
         for index, group in itertools.groupby(answers, lambda name: answers[name].output.index):
             of_prompt = {name: answers[name] for name in group}
             try:

@@ -79,7 +79,7 @@ class LLMAnswer:
         """Whether it is complete, or has failed."""
         return self._result.finish_reason is not None or self.error is not None
 
-    def take(self, step: StepOutput) -> bool:
+    def add_step(self, step: StepOutput) -> bool:
         """Add a step's output; returns whether the answer has ended, perhaps with an `error`."""
         if step.finish_reason == "error" or step.finish_reason == "abort":
             self.error = RequestFailedError(step.error or "the engine failed")

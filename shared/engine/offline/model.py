@@ -44,7 +44,7 @@ class OfflineModel:
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
-        """Load a model.
+        """Load a model and make an engine for it.
 
         Raises:
             ConfigError: a setting is wrong, or this machine or model does not support it.

@@ -31,7 +31,7 @@ Logprobs = list[dict[int, Logprob]]
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer.
+    """One of the answers to a prompt.
 
     Attributes:
         index: its index among the answers to its prompt.
@@ -54,7 +54,7 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answers to one prompt.
+    """A prompt, and all answers to it.
 
     `text`, `token_ids` and `finish_reason` are the first answer's.
 
@@ -77,12 +77,12 @@ class RequestOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether all answers have ended."""
+        """Whether all answers to the prompt have ended."""
         return all(answer.finish_reason is not None for answer in self.outputs)
 
     @property
     def text(self) -> str:
-        """Text of the first answer."""
+        """The text of the first answer."""
         return self.outputs[0].text
 
     @property
@@ -92,7 +92,7 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> str | None:
-        """Why the first answer ended."""
+        """Why the first answer has ended; None if it has not."""
         return self.outputs[0].finish_reason
 
 

@@ -29,7 +29,7 @@ Prompt = str | Sequence[int] | PromptDict
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """One prompt.
+    """One prompt as text and as tokens.
 
     Attributes:
         text: its text; None if only token ids were given.

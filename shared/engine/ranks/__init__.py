@@ -1,6 +1,6 @@
 """Tensor parallelism: several processes compute a model's steps together, a rank each.
 
-    scheduler, core ---StepPlan, Supply (about 85 bytes)---> rank 1, rank 2, ...
+    scheduler, core ---StepPlan, GrammarMasks (about 85 bytes)---> rank 1, rank 2, ...
           |                                                    |
         rank 0 <---------- sums and logits, each step ---------+
 

@@ -22,7 +22,7 @@ from pagewire.shared.engine.ranks.messages import (
     Sampled,
     encode,
 )
-from pagewire.shared.engine.scheduling.step import StepPlan, StepResult, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan, StepResult
 
 DIGEST_STEPS = 100
 MOST_WAITED_S = 0.1  # that counts between two looks at a move
@@ -97,13 +97,13 @@ class RanksExecutor:
         pending = self._together(lambda: self._execute(plan))
         return RanksStep(self, pending) if plan.has_rows else pending
 
-    def supply(self, supply: Supply) -> None:
-        """Launch the sampling of the step that awaits this supply, on all ranks.
+    def sample(self, masks: GrammarMasks) -> None:
+        """Launch the sampling of the step that awaits these masks, on all ranks.
 
         Raises:
             RankError: a rank is lost.
         """
-        self._together(lambda: self._supply(supply))
+        self._together(lambda: self._sample(masks))
 
     def before_launch(self, plan: StepPlan) -> None:
         """Do nothing: `execute` sends the plan."""
@@ -141,9 +141,9 @@ class RanksExecutor:
         self.group.send(encode(plan))
         return self.own.execute(plan)
 
-    def _supply(self, supply: Supply) -> None:
-        self.group.send(encode(supply))
-        self.own.supply(supply)
+    def _sample(self, masks: GrammarMasks) -> None:
+        self.group.send(encode(masks))
+        self.own.sample(masks)
 
     def move(self, command: Pack) -> OthersMove:
         """Have the other ranks move their parts of blocks.

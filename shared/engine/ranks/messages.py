@@ -5,7 +5,7 @@ rank 0                       rank 1, 2, ...
 <------------------Loaded--
 --Begin------------------->  allocates its KV pool
 <-------------------Ready--  after its first steps, on a GPU
---StepPlan, Supply-------->  runs steps
+--StepPlan, GrammarMasks-->  runs steps
 <-----------------Sampled--  once in 100 steps
 --Stage------------------->  maps the staging slots of KV transfer
 --Pack, Unpack, Fence----->  moves its part of KV blocks
@@ -25,7 +25,7 @@ import torch
 
 from pagewire.shared.base.errors import RankError
 from pagewire.shared.base.logs import LogForm
-from pagewire.shared.engine.scheduling.step import StepPlan, Supply
+from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
 
 LENGTH_BYTES = 4
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
@@ -150,7 +150,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     missing: int | None = None
 
 
-Command = Setup | Begin | StepPlan | Supply | Stage | Pack | Unpack | Fence
+Command = Setup | Begin | StepPlan | GrammarMasks | Stage | Pack | Unpack | Fence
 Report = Loaded | Ready | Sampled | Moved | Failed
 
 

@@ -14,7 +14,7 @@ from pagewire.shared.kv.block_table import BlockTable
 
 @dataclass(slots=True)
 class Admission:
-    """Admits sequences.
+    """Lets waiting sequences in, first ones first, as long as there is room.
 
     Attributes:
         table: the queue, and what runs.

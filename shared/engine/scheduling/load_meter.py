@@ -13,7 +13,7 @@ from pagewire.shared.engine.scheduling.slices import chunk_room
 
 @dataclass(frozen=True, slots=True)
 class LoadMeter:
-    """Measures an engine's load.
+    """Measures how busy an engine is, at any moment.
 
     Attributes:
         table: the engine's sequences.

@@ -96,7 +96,7 @@ class Schedule:
         contexts: tokens that they together attend to.
         chunks: of the plan, in its order.
         entries: rows whose input token comes from the host: each sequence's first row after its
-            admission, or after a step in which it was held.
+            admission, or after a step in which it was skipped.
         last: rows whose next token is their last one because of the length.
         prepared: sequences that were admitted, with a device slot, and compute nothing yet.
         reserved: sequences whose blocks now wait for another worker's KV.
@@ -144,7 +144,7 @@ class Schedule:
 
     @property
     def work(self) -> StepWork:
-        """What the plan computes."""
+        """Numbers of tokens that the plan computes, which predict its duration."""
         return work_of(len(self.rows), self.contexts, self.chunks)
 
     @property
@@ -258,7 +258,7 @@ class PlanDraft:
         """Note that a sequence loses the blocks that the KV endpoint knows of."""
         self.kv.append(Withdraw(sequence.request_id))
 
-    def take_back(self, plan: StepPlan) -> None:
+    def carry_over(self, plan: StepPlan) -> None:
         """Repeat in the next plan the ends that a plan which failed to launch had to report.
 
         Call it before anything else is noted. Only freed device slots and withdrawn blocks are
@@ -285,7 +285,7 @@ class PlanDraft:
             copies=[(source, target) for target, source in self.copies.items()],
             inputs=self.inputs,
             kv=self.kv,
-            awaits_supply=decision.has_grammar,
+            awaits_masks=decision.has_grammar,
         )
         self.freed, self.new_slots, self.blocks = [], [], TableEntries()
         self.copies, self.inputs, self.kv = {}, [], []

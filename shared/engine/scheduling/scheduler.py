@@ -102,13 +102,13 @@ class Scheduler:
             raise SchedulingError(names) from exc
         return decision
 
-    def take_back(self, decision: Schedule) -> None:
-        """Take over into the next plan what a plan that failed to launch had to report.
+    def carry_over(self, decision: Schedule) -> None:
+        """Carry over into the next plan what a plan that failed to launch had to report.
 
         Call it before the plan's sequences end, or are preempted.
         """
         if decision.plan is not None:
-            self._draft.take_back(decision.plan)
+            self._draft.carry_over(decision.plan)
 
     def skip_row(self, sequence: Sequence) -> None:
         """Note that a launched step samples nothing for a sequence: the same input runs again.

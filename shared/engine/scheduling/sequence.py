@@ -145,7 +145,7 @@ class Sequence:
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The tokens of its prompt."""
+        """The prompt's tokens, without the answer."""
         return self.token_ids[: self.num_prompt_tokens]
 
     @property
@@ -159,7 +159,7 @@ class Sequence:
         return self.status.is_finished
 
     def transition(self, new: RequestStatus) -> None:
-        """Change the status.
+        """Change the sequence's status, if that is legal.
 
         Raises:
             IllegalTransitionError: the table in `status.py` has no such transition.

@@ -63,7 +63,7 @@ class SequenceTable:
         self.free_slots = list(range(num_slots - 1, -1, -1))
 
     def add(self, sequence: Sequence, children: tuple[Sequence, ...] = ()) -> None:
-        """Queue a sequence.
+        """Put a sequence into the queue.
 
         Args:
             sequence: with nothing computed.

@@ -108,12 +108,12 @@ class PrefillChunk(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def length(self) -> int:
-        """Tokens to run."""
+        """Number of tokens that the chunk runs."""
         return len(self.token_ids)
 
     @property
     def end(self) -> int:
-        """Position after the last token."""
+        """Position after the chunk's last token."""
         return self.start + len(self.token_ids)
 
     @property
@@ -160,7 +160,7 @@ KvWork = Export | Expect | Withdraw
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=True):
-    """One step.
+    """All that a device does in one step.
 
     Attributes:
         number: 1, 2, 3, ...
@@ -173,7 +173,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
         copies: pairs (from, to) of blocks; all are read before any is written.
         inputs: input tokens of decode rows that do not have them in their device slot yet.
         kv: what the KV endpoint is to do.
-        awaits_supply: sampling waits for `Executor.supply`.
+        awaits_masks: sampling waits for `Executor.sample`.
     """
 
     number: int
@@ -185,21 +185,21 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, ta
     copies: list[tuple[int, int]] = []
     inputs: list[DecodeInput] = []
     kv: list[KvWork] = []
-    awaits_supply: bool = False
+    awaits_masks: bool = False
 
     @property
     def has_rows(self) -> bool:
-        """Whether any token is run."""
+        """Whether the step runs any token."""
         return bool(self.decodes or self.chunks)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step runs."""
+        """Number of tokens that the step runs."""
         return len(self.decodes) + sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
     def num_samples(self) -> int:
-        """Tokens that the step samples."""
+        """Number of tokens that the step samples."""
         return len(self.decodes) + sum(chunk.samples for chunk in self.chunks)
 
 
@@ -218,7 +218,7 @@ class StepScores(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a step sampled.
+    """The tokens that a step has sampled.
 
     Attributes:
         number: the plan's number.
@@ -231,17 +231,17 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     scores: StepScores | None = None
 
 
-class Supply(msgspec.Struct, frozen=True, tag=True):
-    """What the sampling of a plan with `awaits_supply` waits for.
+class GrammarMasks(msgspec.Struct, frozen=True, tag=True):
+    """What the sampling of a plan with `awaits_masks` waits for.
 
     Attributes:
         number: the plan's number.
         masks: index in `StepResult.tokens` -> the tokens that are allowed there, one bit each, the
             lowest first, in ceil(vocabulary / 8) bytes. A row without a mask may have any token.
-        held: rows, by the same index, that sample nothing. Their tokens in `StepResult` mean
-            nothing, and a later plan sends their input again.
+        skipped_rows: rows, by the same index, that sample nothing. Their tokens in `StepResult`
+            mean nothing, and a later plan sends their input again.
     """
 
     number: int
     masks: dict[int, bytes] = {}
-    held: list[int] = []
+    skipped_rows: list[int] = []

@@ -16,7 +16,7 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 
 @dataclass(slots=True)
 class Suspects:
-    """Which suspect may run.
+    """Decides which suspected sequence may run.
 
     Attributes:
         must_wait: the last step with chunks had a suspect's: it is the others' turn.

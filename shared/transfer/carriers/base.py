@@ -1,4 +1,4 @@
-"""The interface of a carrier.
+"""The interface that each carrier of KV payloads implements.
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
 A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
@@ -73,7 +73,7 @@ class Outbound(Protocol):
 
     @property
     def reply(self) -> bytes:
-        """See above."""
+        """What the receiver's half needs to know; empty if it needs nothing."""
         return b""
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:

@@ -52,7 +52,7 @@ _Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES
 
 
 class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A receiver's staging memory.
+    """Tells a sender how to map the receiver's staging memory.
 
     Attributes:
         receiver: the receiver's process.
@@ -159,7 +159,7 @@ class _Copy:
 
 @dataclass(slots=True, eq=False)
 class _IpcOutbound(Outbound):
-    """The sender's half.
+    """The sender's half of a link, which copies into the receiver's memory.
 
     Attributes:
         address: of the receiver's staging.

@@ -52,7 +52,7 @@ _LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
 
 
 class UcxCarrier(Carrier):
-    """Payloads over UCX.
+    """Sends payloads over UCX, with one UCX worker for each link.
 
     Workers with a payload under way are progressed at each poll; the engine's thread polls often
     meanwhile. The others are armed and cost nothing until their file descriptor is readable.
@@ -145,7 +145,7 @@ class UcxCarrier(Carrier):
         return worker.close()
 
     def _forget(self, worker: UcxWorker) -> None:
-        """Stop progressing a worker."""
+        """Stop progressing a UCX worker, and stop watching its file descriptor."""
         if self._by_fd.pop(worker.fd, None) is not None:
             self._epoll.unregister(worker.fd)
         self._unarmed.discard(worker)
@@ -209,7 +209,7 @@ class _UcxInbound(Inbound):
         self._carrier, self._link, self._worker = carrier, link, worker
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
-        """Begin to receive a payload."""
+        """Begin to receive a payload into its staging slot."""
         buffer = self._carrier.staging.buffers[segment.credit]
         request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
         return self._carrier.watch(request)

@@ -90,7 +90,7 @@ class UcxLibrary:
 
 @dataclass(slots=True, eq=False)
 class UcxRequest:
-    """A send or receive.
+    """A send or a receive that UCX has begun.
 
     Attributes:
         buffer: kept alive while UCX may use it.
@@ -137,16 +137,16 @@ class UcxWorker:
 
     @property
     def address(self) -> bytes:
-        """What a peer connects to."""
+        """The address that a peer's UCX worker connects to."""
         return bytes(self._worker.address)
 
     @property
     def endpoint(self) -> int:
-        """The `ucp_ep_h`; once connected."""
+        """UCX's handle of the connection (`ucp_ep_h`); valid once connected."""
         return int(self._endpoint.handle)
 
     def connect(self, address: bytes) -> None:
-        """Make the endpoint.
+        """Make the UCX endpoint through which payloads are sent.
 
         Raises:
             TransferError: UCX knows no route there.

@@ -74,7 +74,7 @@ class ZmqCarrier(Carrier):
         return self._pinned[index]
 
     def close(self) -> None:
-        """Free the page-locked memory."""
+        """Free the page-locked memory of all staging slots."""
         self._pinned.clear()
 
 

@@ -46,7 +46,7 @@ class SenderCredits:
                 raise ProtocolError(f"credit {credit} was granted twice")
         self.idle += credits
 
-    def take(self) -> tuple[int, int]:
+    def acquire(self) -> tuple[int, int]:
         """Take the first idle credit; return it and the number of its use. One must be idle."""
         credit = self.idle.popleft()
         self.in_use[credit] = False
@@ -170,8 +170,8 @@ class StagingSlots:
         self._slots[credit] = _Slot()
         return self._rebalance()
 
-    def take_back(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
-        """Take a returned credit, which was reclaimed; return the messages to send.
+    def accept_return(self, link: int, credit: int) -> list[tuple[int, Grant | Reclaim]]:
+        """Accept a returned credit, which was reclaimed; return the messages to send.
 
         Raises:
             ProtocolError: it was not reclaimed from this link.

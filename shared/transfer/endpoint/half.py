@@ -24,7 +24,7 @@ LinkT = TypeVar("LinkT", ReceiverLink, SenderLink)
 
 @dataclass(slots=True)
 class KvStats:
-    """Counters since the start.
+    """Counts what one half of an endpoint has done since it started.
 
     Attributes:
         outcomes: segments by outcome; a sender also counts those as "lost" whose link ended.

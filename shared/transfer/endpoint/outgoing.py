@@ -12,7 +12,7 @@ from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.carriers.base import Pending, Then, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
-from pagewire.shared.transfer.endpoint.segments import Cut
+from pagewire.shared.transfer.endpoint.segments import SegmentRange
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
 from pagewire.shared.transfer.messages import Grant, Reclaim, Segment
 from pagewire.shared.transfer.staging import Staging
@@ -58,13 +58,15 @@ class Outgoing:
             return True
         return all(segment.job.link is not link for segment in self.sending)
 
-    def launch(self, job: SenderJob, cut: Cut, blocks: list[int], plan: int) -> OutgoingSegment:
+    def launch(
+        self, job: SenderJob, segment_range: SegmentRange, blocks: list[int], plan: int
+    ) -> OutgoingSegment:
         """Launch the packing and sending of a segment; `has_room` said that there is room.
 
         Args:
             job: the job.
-            cut: the part of the job that it has.
-            blocks: of the cut.
+            segment_range: the part of the job that it has.
+            blocks: of this range.
             plan: that makes them final.
 
         Raises:
@@ -75,18 +77,19 @@ class Outgoing:
         link, now = job.link, self.clock()
         try:
             buffer, parts = self.staging.buffers[slot], link.layout.ranks
-            packed = self.moves.pack(blocks, cut.groups, buffer, seed, plan, parts)
-            credit, use = link.credits.take()  # after the packing, which may fail
+            numbers, groups = segment_range.blocks, segment_range.groups
+            packed = self.moves.pack(blocks, groups, buffer, seed, plan, parts)
+            credit, use = link.credits.acquire()  # after the packing, which may fail
             segment = Segment(
                 credit=credit,
                 use=use,
                 job=job.name,
-                first=cut.positions.start,
-                count=len(cut.positions),
-                first_group=cut.groups.start,
-                num_groups=len(cut.groups),
+                first_block=numbers.start,
+                num_blocks=len(numbers),
+                first_group=groups.start,
+                num_groups=len(groups),
                 seed=seed,
-                nbytes=packed_bytes(link.layout, len(cut.positions), len(cut.groups)),
+                nbytes=packed_bytes(link.layout, len(numbers), len(groups)),
             )
             try:
                 pending = _send(link, segment, slot, packed)
@@ -95,7 +98,9 @@ class Outgoing:
         except BaseException:  # whatever a device raises: the staging slot may not leak
             self.release(slot)
             raise
-        self.sending.append(OutgoingSegment(job, cut, segment, slot, packed, pending, now))
+        self.sending.append(
+            OutgoingSegment(job, segment_range, segment, slot, packed, pending, now)
+        )
         return self.sending[-1]
 
     def advance(self, on_failed: Callable[[SenderLink, str], None]) -> None:
@@ -117,7 +122,7 @@ class Outgoing:
                 self.release(segment.slot)
 
     def release(self, slot: int) -> None:
-        """Give a staging slot back."""
+        """Give a staging slot back, so that the next segment may use it."""
         self.notify(self.slots.give_back(slot))
 
 

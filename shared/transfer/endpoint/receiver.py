@@ -213,8 +213,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 elif isinstance(message, Open):
                     self._on_open(link, message)
                 elif isinstance(message, Return):
-                    self.send_all(self.slots.take_back(link.number, message.credit))
-                elif (job := self.jobs.note_activity(message.job_id)) and job.link is link:
+                    self.send_all(self.slots.accept_return(link.number, message.credit))
+                elif (job := self.jobs.record_activity(message.job_id)) and job.link is link:
                     self.events.append(JobReported(job, message))
             except (ProtocolError, TransferError) as exc:
                 self.lose(link, str(exc))
@@ -270,19 +270,19 @@ class KvReceiver(KvHalf[ReceiverLink]):
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
         """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
         self.stats.bytes[link.peer, link.carrier] += segment.nbytes
-        job = self.jobs.note_activity(segment.job)
-        positions, groups = segment.positions, segment.groups
-        is_wanted = segment.nbytes == packed_bytes(link.layout, segment.count, len(groups))
+        job = self.jobs.record_activity(segment.job)
+        numbers, groups = segment.blocks, segment.groups
+        is_wanted = segment.nbytes == packed_bytes(link.layout, segment.num_blocks, len(groups))
         if job is None:
             is_wanted &= segment.job == TEST_JOB and groups == self.layout.layer_groups
         else:
-            is_wanted &= job.coverage.allows(positions, groups)
+            is_wanted &= job.coverage.allows(numbers, groups)
         if not is_wanted:
             self._acknowledge(link, segment, "dropped")
             return
-        blocks, after = [-1] * segment.count, 0
+        blocks, after = [-1] * segment.num_blocks, 0
         if job is not None:
-            blocks, after = job.block_ids[positions.start : positions.stop], job.after
+            blocks, after = job.block_ids[numbers.start : numbers.stop], job.after
         payload = self.staging.buffers[segment.credit]
         try:
             parts = link.layout.ranks
@@ -292,8 +292,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
             self._acknowledge(link, segment, "corrupt")
             return
         if job is not None:
-            job.coverage.add(positions, groups)
-            job.note_segment(segment.nbytes)
+            job.coverage.add(numbers, groups)
+            job.record_segment(segment.nbytes)
             job.num_unpacking += 1
             self.core.scheduler.blocks.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
@@ -306,7 +306,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
             job.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)
-                job.coverage.remove(segment.positions, segment.groups)
+                job.coverage.remove(segment.blocks, segment.groups)
             self._activate_if_complete(job)
         elif intact and not done.link.is_tested:
             done.link.is_tested = True

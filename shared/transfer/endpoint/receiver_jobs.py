@@ -49,7 +49,7 @@ class ReceiverJob:
     num_segments: int = 0
     num_bytes: int = 0
 
-    def note_segment(self, nbytes: int) -> None:
+    def record_segment(self, nbytes: int) -> None:
         """Count a segment, whose arrival `last_active_s` already has."""
         self.num_segments += 1
         self.num_bytes += nbytes
@@ -86,19 +86,17 @@ class ReceiverJobs:
 
     def add(self, work: Expect, after: int) -> ReceiverJob:
         """Expect a sequence's blocks; only plans up to `after` may still touch them."""
-        positions = range(work.first, len(work.block_ids))
-        return self._add(work.request_id, work.block_ids, after, positions)
+        blocks = range(work.first, len(work.block_ids))
+        return self._add(work.request_id, work.block_ids, after, blocks)
 
     def retry(self, old: ReceiverJob) -> ReceiverJob:
         """Replace a job by one that expects the same blocks, none of which has arrived."""
         self.remove(old.request_id)
-        return self._add(old.request_id, old.block_ids, old.after, old.coverage.positions)
+        return self._add(old.request_id, old.block_ids, old.after, old.coverage.blocks)
 
-    def _add(
-        self, request_id: str, block_ids: list[int], after: int, positions: range
-    ) -> ReceiverJob:
+    def _add(self, request_id: str, block_ids: list[int], after: int, blocks: range) -> ReceiverJob:
         name = f"{self._prefix}.{request_id}.{next(self._numbers)}"
-        coverage = Coverage(positions, self.layout.layer_groups)
+        coverage = Coverage(blocks, self.layout.layer_groups)
         job = ReceiverJob(name, request_id, block_ids, after, coverage, self.clock())
         self._by_request[request_id] = self._by_name[name] = job
         return job
@@ -131,7 +129,7 @@ class ReceiverJobs:
             return None
         return sequence if self._by_name.get(job.name) is job else None
 
-    def note_activity(self, name: str) -> ReceiverJob | None:
+    def record_activity(self, name: str) -> ReceiverJob | None:
         """Note that something of a job has come; return the job, or None if nobody waits for it."""
         job = self._by_name.get(name)
         if job is None or self._reserved(job) is None:

@@ -21,21 +21,21 @@ def layout_between(own: KvLayout, peer_ranks: int) -> KvLayout | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SegmentRange:
     """The part of a prompt's blocks that one segment has; never empty.
 
     Attributes:
-        positions: positions of its blocks in the sequence.
+        blocks: numbers of its blocks in the job.
         groups: layer groups of each block.
     """
 
-    positions: range
+    blocks: range
     groups: range
 
     @property
-    def num_units(self) -> int:
+    def num_block_groups(self) -> int:
         """Number of blocks times the number of layer groups of each."""
-        return len(self.positions) * len(self.groups)
+        return len(self.blocks) * len(self.groups)
 
 
 @dataclass(slots=True)
@@ -50,13 +50,13 @@ class ExportQueue:
     Attributes:
         layout: of the blocks.
         slot_bytes: size of a staging slot, into which each segment and each block fits.
-        planned: blocks before this position have been cut, or are not wanted.
+        planned: blocks before this one are in a range, or are not wanted.
     """
 
     layout: KvLayout
     slot_bytes: int
     planned: int
-    _cuts: deque[Cut] = field(default_factory=deque)
+    _ranges: deque[SegmentRange] = field(default_factory=deque)
     _blocks: list[int] = field(default_factory=list)  # that were exported, by position
     _plans: list[tuple[int, int]] = field(default_factory=list)  # (blocks, plan that ends them)
 
@@ -74,8 +74,8 @@ class ExportQueue:
         groups = self.layout.send_ranges() if by_layer_group else [self.layout.layer_groups]
         for group in groups:
             most = max_blocks(self.layout, self.slot_bytes, len(group))
-            parts = _divide(range(self.planned, final), most)
-            self._cuts += [Cut(part, group) for part in parts]
+            ranges = _divide(range(self.planned, final), most)
+            self._ranges += [SegmentRange(part, group) for part in ranges]
         self.planned = max(self.planned, final)
 
     def lose_blocks(self) -> None:
@@ -84,35 +84,36 @@ class ExportQueue:
         self._plans.clear()
 
     def num_new(self, block_ids: list[int]) -> int:
-        """Return how many of the next blocks have not been cut yet."""
+        """Return how many of the next blocks are in no range yet."""
         return max(0, len(self._blocks) + len(block_ids) - self.planned)
 
-    def take(self) -> tuple[Cut, list[int], int] | None:
-        """Remove the next cut; return it, its blocks, and the plan that makes them final.
+    def pop(self) -> tuple[SegmentRange, list[int], int] | None:
+        """Remove the next range; return it, its blocks, and the plan that makes them final.
 
-        Return None if nothing is left, or the blocks of the first cut are not exported yet.
+        Return None if nothing is left, or the blocks of the first range are not exported yet.
         """
-        if not self._cuts or self._cuts[0].positions.stop > len(self._blocks):
+        if not self._ranges or self._ranges[0].blocks.stop > len(self._blocks):
             return None
-        cut = self._cuts.popleft()
-        plan = next(plan for final, plan in self._plans if final >= cut.positions.stop)
-        return cut, self._blocks[cut.positions.start : cut.positions.stop], plan
+        segment_range = self._ranges.popleft()
+        start, stop = segment_range.blocks.start, segment_range.blocks.stop
+        plan = next(plan for final, plan in self._plans if final >= stop)
+        return segment_range, self._blocks[start:stop], plan
 
-    def requeue(self, cut: Cut) -> None:
-        """Put a cut back at the front, to be packed again."""
-        self._cuts.appendleft(cut)
+    def requeue(self, segment_range: SegmentRange) -> None:
+        """Put a range back at the front, to be packed again."""
+        self._ranges.appendleft(segment_range)
 
 
-def _divide(positions: range, most: int) -> list[range]:
-    """Divide blocks into parts of at most `most`; of several, the last one has a quarter of that.
+def _divide(blocks: range, most: int) -> list[range]:
+    """Divide blocks into ranges of at most `most`; of several, the last one has a quarter of that.
 
-    Each part is unpacked while the next one crosses: crossing takes four times as long. Nothing
+    Each range is unpacked while the next one crosses: crossing takes four times as long. Nothing
     hides the unpacking of the last one.
     """
-    num_last = most // 4 if len(positions) > most else 0
-    end = len(positions) - num_last
-    parts = [positions[first : min(first + most, end)] for first in range(0, end, most)]
-    return [*parts, positions[end:]] if num_last else parts
+    num_last = most // 4 if len(blocks) > most else 0
+    end = len(blocks) - num_last
+    ranges = [blocks[first : min(first + most, end)] for first in range(0, end, most)]
+    return [*ranges, blocks[end:]] if num_last else ranges
 
 
 @dataclass(slots=True)
@@ -120,32 +121,32 @@ class Coverage:
     """Which layer groups of which expected blocks have arrived.
 
     Attributes:
-        positions: positions of the blocks that are expected.
+        blocks: numbers of the blocks that are expected.
         groups: layer groups of each.
     """
 
-    positions: range
+    blocks: range
     groups: range
     _arrived: Counter[int] = field(default_factory=Counter)  # layer group -> a bit a position
 
-    def allows(self, positions: range, groups: range) -> bool:
+    def allows(self, blocks: range, groups: range) -> bool:
         """Whether a segment lies within what is expected, and nothing of it has arrived."""
-        inside = _is_part(positions, self.positions) and _is_part(groups, self.groups)
-        return inside and not any(self._arrived[group] & _bits(positions) for group in groups)
+        inside = _is_part(blocks, self.blocks) and _is_part(groups, self.groups)
+        return inside and not any(self._arrived[group] & _bits(blocks) for group in groups)
 
-    def add(self, positions: range, groups: range) -> None:
+    def add(self, blocks: range, groups: range) -> None:
         """Add blocks that have arrived; `allows` must have returned true for them."""
         for group in groups:
-            self._arrived[group] |= _bits(positions)
+            self._arrived[group] |= _bits(blocks)
 
-    def remove(self, positions: range, groups: range) -> None:
+    def remove(self, blocks: range, groups: range) -> None:
         """Remove blocks that were added, but arrived corrupt."""
         for group in groups:
-            self._arrived[group] &= ~_bits(positions)
+            self._arrived[group] &= ~_bits(blocks)
 
     def is_full(self) -> bool:
-        """Whether everything has arrived."""
-        return all(self._arrived[group] == _bits(self.positions) for group in self.groups)
+        """Whether all layer groups of all expected blocks have arrived."""
+        return all(self._arrived[group] == _bits(self.blocks) for group in self.groups)
 
 
 def _is_part(part: range, whole: range) -> bool:
@@ -153,5 +154,5 @@ def _is_part(part: range, whole: range) -> bool:
     return whole.start <= part.start < part.stop <= whole.stop
 
 
-def _bits(positions: range) -> int:
-    return ((1 << len(positions)) - 1) << positions.start if positions else 0
+def _bits(blocks: range) -> int:
+    return ((1 << len(blocks)) - 1) << blocks.start if blocks else 0

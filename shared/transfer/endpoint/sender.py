@@ -1,6 +1,6 @@
 """The sending half of a KV endpoint: packs the blocks of this worker's jobs and sends them.
 
-    Export in a plan --> cut --> staging slot, credit --> pack --> Segment, payload --> Ack
+    Export in a plan --> range --> staging slot, credit --> pack --> Segment, payload --> Ack
 
 A job owns its sequence's blocks until all are acknowledged and the first token is sampled, the job
 is cancelled, or its link ends.
@@ -22,7 +22,7 @@ from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.events import JobFailed, JobRequested
 from pagewire.shared.transfer.endpoint.half import KvHalf
 from pagewire.shared.transfer.endpoint.outgoing import Notify, Outgoing
-from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue, layout_between
+from pagewire.shared.transfer.endpoint.segments import ExportQueue, SegmentRange, layout_between
 from pagewire.shared.transfer.endpoint.sender_link import (
     SenderJob,
     SenderLink,
@@ -133,9 +133,9 @@ class KvSender(KvHalf[SenderLink]):
         """
         if link not in self.links:
             raise TransferError("the KV link is gone")
-        units = max(0, num_blocks - first_block) * len(self.layout.layer_groups)
+        block_groups = max(0, num_blocks - first_block) * len(self.layout.layer_groups)
         queue = ExportQueue(link.layout, link.slot_bytes, first_block)
-        self._jobs[job] = SenderJob(job, link, queue, units)
+        self._jobs[job] = SenderJob(job, link, queue, block_groups)
 
     def post(self, link: SenderLink, message: JobReport | Open) -> bool:
         """Send a message; return whether the link is open afterwards."""
@@ -218,7 +218,7 @@ class KvSender(KvHalf[SenderLink]):
     def _pack(self, job: SenderJob) -> bool:
         """Launch the packing of a job's next segment; return whether there was one, and room."""
         may_pack = not job.is_over and self._outgoing.has_room(job.link, len(self.links))
-        ready = job.queue.take() if may_pack else None
+        ready = job.queue.pop() if may_pack else None
         if ready is None:
             return False
         try:
@@ -235,7 +235,7 @@ class KvSender(KvHalf[SenderLink]):
     # The receiver answers
 
     def _take_answers(self, link: SenderLink) -> None:
-        """Take a link's messages.
+        """Handle the messages that a link's receiver has sent.
 
         Raises:
             ProtocolError: one makes no sense.
@@ -273,18 +273,18 @@ class KvSender(KvHalf[SenderLink]):
         if sent.job.is_over:
             return
         if ack.outcome == "corrupt":
-            self._resend(sent.job, sent.cut)
+            self._resend(sent.job, sent.segment_range)
         else:
-            sent.job.unacknowledged -= sent.cut.num_units
+            sent.job.unacknowledged -= sent.segment_range.num_block_groups
 
-    def _resend(self, job: SenderJob, cut: Cut) -> None:
-        job.resends[cut] += 1
-        if job.resends[cut] >= MAX_SENDS:
+    def _resend(self, job: SenderJob, segment_range: SegmentRange) -> None:
+        job.resends[segment_range] += 1
+        if job.resends[segment_range] >= MAX_SENDS:
             self._fail(job, f"a KV segment arrived corrupt {MAX_SENDS} times")
             return
         logger.warning("job %s: a KV segment arrived corrupt; sending it again", job.name)
         self.stats.resends += 1
-        job.queue.requeue(cut)
+        job.queue.requeue(segment_range)
 
     # Ends
 

@@ -14,7 +14,7 @@ from pagewire.shared.costs.link_speed import LinkSpeed
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.transfer.endpoint.credits import SenderCredits
-from pagewire.shared.transfer.endpoint.segments import Cut, ExportQueue
+from pagewire.shared.transfer.endpoint.segments import ExportQueue, SegmentRange
 from pagewire.shared.transfer.endpoint.sockets import SenderSocket
 from pagewire.shared.transfer.messages import Segment
 
@@ -28,7 +28,7 @@ class SenderJob:
     Attributes:
         name: of the job, and of its sequence in the engine; or `TEST_JOB`.
         unacknowledged: number of layer groups of blocks without an acknowledgement.
-        resends: how often each cut was packed again.
+        resends: how often each range was packed again.
         is_over: it has ended here. The receiver drops segments that still arrive for it.
     """
 
@@ -36,7 +36,7 @@ class SenderJob:
     link: SenderLink
     queue: ExportQueue
     unacknowledged: int
-    resends: Counter[Cut] = field(default_factory=Counter)
+    resends: Counter[SegmentRange] = field(default_factory=Counter)
     is_over: bool = False
 
 
@@ -45,7 +45,7 @@ class OutgoingSegment:
     """A segment, from its packing until it is acknowledged.
 
     Attributes:
-        cut: the part of the job that the segment has.
+        segment_range: the part of the job that the segment has.
         slot: the sender's staging slot, until the payload is sent.
         packed: the packing.
         pending: the sending.
@@ -54,7 +54,7 @@ class OutgoingSegment:
     """
 
     job: SenderJob
-    cut: Cut
+    segment_range: SegmentRange
     segment: Segment
     slot: int
     packed: Pending

@@ -55,7 +55,7 @@ class KvSockets:
 
     @property
     def denied(self) -> int:
-        """Clients turned away so far."""
+        """Number of clients that were turned away so far."""
         return 0 if self._zap is None else self._zap.denied
 
     def bind(self, host: str) -> zmq.Socket[bytes]:
@@ -119,7 +119,7 @@ class KvSockets:
 
 @dataclass(frozen=True, slots=True)
 class _Tracked:
-    """Memory that libzmq reads."""
+    """A payload that libzmq reads until it has been sent."""
 
     tracker: zmq.MessageTracker
 
@@ -214,7 +214,7 @@ class ReceiverSocket(_Socket):
     """
 
     def __init__(self, sockets: KvSockets, host: str, advertise_host: str) -> None:
-        """Listen on a free port.
+        """Open the socket, which listens on a free port.
 
         Raises:
             ConfigError: this machine has no such address.

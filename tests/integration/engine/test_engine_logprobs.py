@@ -14,10 +14,10 @@ from pagewire.shared.engine.execution import scoring
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import (
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
-    Supply,
     TableEntries,
 )
 from pagewire.shared.engine.step_output import StepOutput
@@ -141,12 +141,12 @@ def test_masked_tokens_have_the_log_probabilities_of_the_raw_logits(truth: Logpr
         new_slots=slots,
         blocks=TableEntries([0, 1], [0, 0], [3, 5]),
         chunks=[PrefillChunk(slot, 0, prompt, samples=True) for slot in (0, 1)],
-        awaits_supply=True,
+        awaits_masks=True,
     )
     pending = runner.execute(plan)
     mask = bytearray(2048 // 8)
     mask[77 // 8] |= 1 << 77 % 8
-    runner.supply(Supply(number=1, masks={1: bytes(mask)}))
+    runner.sample(GrammarMasks(number=1, masks={1: bytes(mask)}))
     result = pending.wait()
     assert result.tokens[1] == 77 and result.scores is not None
     row = truth.of(prompt)[-1]

@@ -14,8 +14,8 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.model.demo import demo_model_path
+from pagewire.tests.support.masked_steps import ALLOWED, run_masked_steps
 from pagewire.tests.support.padded_steps import run_padded
-from pagewire.tests.support.supplied_steps import ALLOWED, run_supplied_steps
 from pagewire.tools.demo_model.prompts import standard_prompts
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,18 +171,18 @@ def test_padded_steps_give_the_same_tokens(truth: Truth, max_num_batched_tokens:
     assert runner.state.position[runner.state.padding_slot] == 0
 
 
-def test_padded_steps_take_their_masks_when_they_are_supplied() -> None:
-    launched = run_supplied_steps(make_llm(max_num_seqs=8).engine.runner)
+def test_padded_steps_take_their_masks_when_they_come() -> None:
+    launched = run_masked_steps(make_llm(max_num_seqs=8).engine.runner)
     assert [launched[1][row] for row in ALLOWED] == list(ALLOWED.values())
     assert launched[1][1] not in ALLOWED.values()
     padded = make_llm(max_num_seqs=8).engine.runner
     run_padded(padded)
-    assert run_supplied_steps(padded) == launched
+    assert run_masked_steps(padded) == launched
 
 
 def test_rows_that_are_all_held_go_on_in_a_later_step() -> None:
-    launched = run_supplied_steps(make_llm(max_num_seqs=8).engine.runner)
-    assert run_supplied_steps(make_llm(max_num_seqs=8).engine.runner, holds=True) == launched
+    launched = run_masked_steps(make_llm(max_num_seqs=8).engine.runner)
+    assert run_masked_steps(make_llm(max_num_seqs=8).engine.runner, holds=True) == launched
 
 
 @pytest.mark.parametrize("with_chunks", [False, True])

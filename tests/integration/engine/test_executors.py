@@ -14,11 +14,11 @@ from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import (
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
     StepResult,
-    Supply,
     TableEntries,
 )
 from pagewire.shared.request.sampling import RequestSpec
@@ -51,7 +51,7 @@ class Keeper:
     """An executor that passes everything on and keeps it.
 
     Attributes:
-        record: plans and supplies in their order, each as msgpack.
+        record: plans and masks in their order, each as msgpack.
         steps: the results.
     """
 
@@ -65,9 +65,9 @@ class Keeper:
         self.steps.append(self.executor.execute(plan))
         return self.steps[-1]
 
-    def supply(self, supply: Supply) -> None:
-        self.record.append(msgspec.msgpack.encode(supply))
-        self.executor.supply(supply)
+    def sample(self, masks: GrammarMasks) -> None:
+        self.record.append(msgspec.msgpack.encode(masks))
+        self.executor.sample(masks)
 
 
 def replay(record: Iterable[bytes], executor: Executor) -> Iterator[StepResult]:
@@ -81,9 +81,9 @@ def replay(record: Iterable[bytes], executor: Executor) -> Iterator[StepResult]:
     """
     pending: PendingStep | None = None
     for item in record:
-        step = msgspec.msgpack.decode(item, type=StepPlan | Supply)
-        if isinstance(step, Supply):
-            executor.supply(step)
+        step = msgspec.msgpack.decode(item, type=StepPlan | GrammarMasks)
+        if isinstance(step, GrammarMasks):
+            executor.sample(step)
             continue
         if pending is not None:
             yield pending.wait()
@@ -139,13 +139,13 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
     )
     free = runner.execute(plan).wait().tokens
     assert free[0] == free[1]
-    awaiting = runner.execute(msgspec.structs.replace(plan, number=2, awaits_supply=True))
+    awaiting = runner.execute(msgspec.structs.replace(plan, number=2, awaits_masks=True))
     assert not awaiting.is_done()
     with pytest.raises(IntegrityError, match="step 2 waits"):
         runner.execute(StepPlan(number=3, decodes=[0]))
     mask = bytearray(2048 // 8)
     mask[77 // 8] |= 1 << 77 % 8
-    runner.supply(Supply(number=2, masks={1: bytes(mask)}))
+    runner.sample(GrammarMasks(number=2, masks={1: bytes(mask)}))
     assert awaiting.wait().tokens == [free[0], 77]
 
 

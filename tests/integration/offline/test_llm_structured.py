@@ -98,7 +98,7 @@ def test_rows_whose_masks_are_late(alone: list[list[int]], overlap: bool) -> Non
     llm = make_llm(overlap=overlap)
     llm.engine.core.constraints.mask_wait_s = (0.0, 0.0)
     assert tokens_of(llm) == alone
-    assert llm.engine.core.stats.rows_held > 20
+    assert llm.engine.core.stats.rows_skipped > 20
     assert llm.engine.core.stats.tokens_generated < sum(map(len, alone)) + len(alone) + 1
 
 
@@ -112,13 +112,13 @@ def test_after_a_preemption(alone: list[list[int]], mask_wait_s: float) -> None:
 
 @pytest.mark.gpu
 def test_with_captured_steps(alone: list[list[int]]) -> None:
-    """Forward and sampling are graphs of their own; a held row's token goes nowhere."""
+    """Forward and sampling are graphs of their own; a skipped row's token goes nowhere."""
     runs = []
     for mask_wait_s in (0.05, 0.0):
         llm = make_llm(device="cuda", num_blocks=4096)  # both are in memory for a while
         llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         runs.append(tokens_of(llm))
-        assert llm.engine.core.stats.rows_held > 20 or mask_wait_s > 0
+        assert llm.engine.core.stats.rows_skipped > 20 or mask_wait_s > 0
     assert runs[0] == runs[1] == alone
 
 
@@ -152,7 +152,7 @@ def test_held_rows_do_not_count_towards_penalties() -> None:
         llm = make_llm()
         llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         tokens.append([output.token_ids for output in llm.generate(PROMPTS[:6], asked)])
-        assert (llm.engine.core.stats.rows_held > 20) == (mask_wait_s == 0.0)
+        assert (llm.engine.core.stats.rows_skipped > 20) == (mask_wait_s == 0.0)
     assert tokens[0] == tokens[1]
     other = msgspec.structs.replace(asked, frequency_penalty=0.0)
     assert [output.token_ids for output in make_llm().generate(PROMPTS[:6], other)] != tokens[0]

@@ -22,13 +22,13 @@ from pagewire.tests.support.fake_engine import make_core
 def test_late_builds_are_counted_apart_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     builds = Builds()
-    builds.note("compiled", "_first_kernel(SIZE=16)", 0.5)
+    builds.record("compiled", "_first_kernel(SIZE=16)", 0.5)
     with builds.timed("captured", "decode of 4"):
         pass
     assert not caplog.messages
-    builds.note_ready()
+    builds.record_ready()
     assert "compiled 1 in 0.5 s" in caplog.messages[-1]
-    builds.note("loaded", "_second_kernel(SIZE=32)", 0.25)
+    builds.record("loaded", "_second_kernel(SIZE=32)", 0.25)
     with builds.timed("captured", "decode of 8"):
         pass
     assert builds.early == {"compiled": 1, "loaded": 0, "captured": 1}

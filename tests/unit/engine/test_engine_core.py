@@ -1,4 +1,4 @@
-"""Blocks from another worker, what outputs report, and a step that waits for a supply."""
+"""Blocks from another worker, what outputs report, and a step that waits for masks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from pagewire.shared.control.protocol import FinishReason
 from pagewire.shared.engine.scheduling.step import (
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
-    Supply,
     TableEntries,
 )
 from pagewire.shared.engine.step_output import StepOutput
@@ -211,11 +211,11 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
         new_slots=[NewDeviceSlot(0, RequestSpec(seed=0)), NewDeviceSlot(1, RequestSpec(seed=0))],
         blocks=TableEntries([0, 1], [0, 0], [0, 1]),
         chunks=[PrefillChunk(slot, 0, [1, 2, 3], samples=True) for slot in (0, 1)],
-        awaits_supply=True,
+        awaits_masks=True,
     )
     free = make_sequence("free", [1, 2, 3])
     token = generate(free, LIMIT)[0]
     other = (token + 3) % VOCAB
     pending = device.execute(plan)
-    device.supply(Supply(number=1, masks={1: bytes([1 << other])}))
+    device.sample(GrammarMasks(number=1, masks={1: bytes([1 << other])}))
     assert pending.wait().tokens == [token, other]

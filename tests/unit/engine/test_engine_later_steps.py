@@ -212,14 +212,14 @@ def test_rows_that_end_meanwhile_stay_ended(ended: str, caplog: pytest.LogCaptur
     assert_idle(core)
 
 
-@pytest.mark.parametrize("is_supplied", [True, False])
+@pytest.mark.parametrize("has_masks", [True, False])
 def test_later_step_that_waits_for_masks_is_drained(
-    is_supplied: bool, caplog: pytest.LogCaptureFixture
+    has_masks: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     core, _ = make_core(overlap=True, constraints=AllAllowed())
     results = Results(core, {1: Failing, 2: Wrong})
-    if not is_supplied:
-        results.unsupplied = {2}
+    if not has_masks:
+        results.without_masks = {2}
     core.sequences.add(make_sequence("fails", [0] * 5))
     core.step()
     later = make_sequence("later", [1] * 5)

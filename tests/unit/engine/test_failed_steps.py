@@ -128,7 +128,7 @@ def test_sequences_that_have_ended_or_lost_their_blocks_are_left_alone() -> None
 def test_row_that_was_held_waits_for_no_token_of_its_step() -> None:
     names = Names()
     step, later = names.launched("a b"), names.launched("a b")
-    step.held |= set(names("a"))
+    step.skipped |= set(names("a"))
     verdict = FailedSteps().judge_result(step, [later])
     assert shown(verdict) == {"failed": "b", "again": "a", "tokenless": "a b b"}
 

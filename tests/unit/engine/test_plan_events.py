@@ -26,9 +26,9 @@ def device_events(count: int) -> list[DeviceEvent]:
 
 def test_a_layer_group_is_final_at_its_own_event_or_at_the_plans_end() -> None:
     events, groups, end = PlanEvents(), device_events(3), device_events(1)
-    events.note(1, groups)
+    events.record(1, groups)
     assert events.has_group_events(1)
-    events.note(2, end)
+    events.record(2, end)
     assert not events.has_group_events(2)
     assert [events.find(1, group) for group in range(3)] == groups
     assert [events.find(2, group) for group in range(3)] == end * 3
@@ -37,26 +37,26 @@ def test_a_layer_group_is_final_at_its_own_event_or_at_the_plans_end() -> None:
 def test_what_has_been_reached_is_forgotten_and_nobody_waits_for_it() -> None:
     events = PlanEvents()
     first, second = device_events(2), device_events(1)
-    events.note(1, first)
-    events.note(3, second)
+    events.record(1, first)
+    events.record(3, second)
     cast("Event", first[0]).reached = True
-    events.note(4, device_events(1))
+    events.record(4, device_events(1))
     assert events.find(1, 1) is first[1]  # one of its groups has not been reached
     cast("Event", first[1]).reached = True
-    events.note(5, device_events(1))
+    events.record(5, device_events(1))
     assert events.find(1, 1) is None
     assert events.find(3, 0) is second[0]
 
 
 def test_first_events_of_a_plan_stay() -> None:
     events, groups = PlanEvents(), device_events(2)
-    events.note(1, groups)
-    events.note(1, device_events(1))
+    events.record(1, groups)
+    events.record(1, device_events(1))
     assert events.find(1, 1) is groups[1]
 
 
 def test_plan_that_has_not_run_cannot_be_waited_for() -> None:
     events = PlanEvents()
-    events.note(2, device_events(1))
+    events.record(2, device_events(1))
     with pytest.raises(IntegrityError, match="plan 3"):
         events.find(3, 0)

@@ -97,7 +97,7 @@ def test_an_input_of_a_held_row_is_not_noted_again(begins_by: str) -> None:
         put = DecodeInput(0, 9, 3) if begins_by.startswith("a token") else DecodeInput(0, 3, 2)
         first = put.position + 1
         state.apply(plan(inputs=[put]))
-        state.apply(plan(inputs=[put]))  # it was held at once
+        state.apply(plan(inputs=[put]))  # it was skipped at once
     counts = state.tables.counts.clone()
     for position in (first, first + 1):  # steps here have sampled these, and have noted them
         state.apply(plan(inputs=[DecodeInput(0, 7, position)]))

@@ -209,7 +209,7 @@ def wrong_to_receiver(world: World) -> Iterator[Callable[[], object]]:
             else:
                 yield lambda n=number, s=slot: receiver.fill(n, s, 0)
             if not is_lent or slot not in world.reclaimed:
-                yield lambda n=number, s=slot: receiver.take_back(n, s)
+                yield lambda n=number, s=slot: receiver.accept_return(n, s)
 
 
 def wrong_to_senders(world: World) -> Iterator[Callable[[], object]]:
@@ -242,7 +242,7 @@ def lent(num_slots: int = 2) -> tuple[StagingSlots, SenderCredits]:
 
 def test_a_use_is_announced_once() -> None:
     receiver, sender = lent()
-    credit, use = sender.take()
+    credit, use = sender.acquire()
     receiver.fill(1, credit, use)
     with pytest.raises(ProtocolError, match=f"no use {use} of credit {credit}"):
         receiver.fill(1, credit, use)
@@ -260,7 +260,7 @@ def test_a_use_is_announced_once_even_if_the_credit_was_elsewhere_since_then() -
         receiver.empty(1, credit)
     reclaimed = [message.credit for _, message in receiver.open(2)]
     for credit in reclaimed:
-        receiver.take_back(1, credit)
+        receiver.accept_return(1, credit)
     for credit in reclaimed:
         receiver.fill(2, credit, 1)  # uses of another link are others
     slots, _ = receiver.close(2)
@@ -273,7 +273,7 @@ def test_a_use_is_announced_once_even_if_the_credit_was_elsewhere_since_then() -
 
 def test_a_second_reclaim_of_a_credit_in_use_is_refused() -> None:
     _, sender = lent()
-    credit, use = sender.take()
+    credit, use = sender.acquire()
     assert sender.reclaim(credit) is None
     with pytest.raises(ProtocolError, match="reclaimed and is not here"):
         sender.reclaim(credit)
@@ -284,10 +284,10 @@ def test_a_second_reclaim_of_a_credit_in_use_is_refused() -> None:
 
 def test_the_credit_that_has_rested_longest_is_taken_first() -> None:
     _, sender = lent(3)
-    (first, use), (second, other_use) = sender.take(), sender.take()
+    (first, use), (second, other_use) = sender.acquire(), sender.acquire()
     sender.acknowledge(second, other_use)
     sender.acknowledge(first, use)
-    assert [sender.take()[0] for _ in range(3)] == [2, second, first]
+    assert [sender.acquire()[0] for _ in range(3)] == [2, second, first]
     assert not sender.idle
 
 
@@ -349,7 +349,7 @@ def test_a_link_and_the_own_sender_share_the_slots_whoever_comes_first() -> None
     slots.open(1)
     assert slots.start_sending() == [(1, Reclaim(0)), (1, Reclaim(1))]
     slots.has_more = False
-    assert slots.take_back(1, 0) == []
+    assert slots.accept_return(1, 0) == []
     assert (slots.num_idle, slots.has_more) == (1, True)
 
 
@@ -371,7 +371,7 @@ def return_idle(slots: StagingSlots, messages: Granted) -> None:
     while messages:
         link, message = messages.pop(0)
         if isinstance(message, Reclaim):
-            messages += slots.take_back(link, message.credit)
+            messages += slots.accept_return(link, message.credit)
 
 
 @pytest.mark.parametrize("num_slots", range(2, 9))

@@ -55,8 +55,8 @@ to_receiver = st.one_of(
         credit=credit_indices,
         use=counts,
         job=st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=64),
-        first=counts,
-        count=counts,
+        first_block=counts,
+        num_blocks=counts,
         first_group=st.integers(0, MAX_LAYER_GROUPS - 1),
         num_groups=st.integers(0, MAX_LAYER_GROUPS),
         seed=st.integers(-(2**63), 2**63 - 1),
@@ -74,8 +74,8 @@ LARGEST_SEGMENT = Segment(
     credit=MAX_CREDITS - 1,
     use=MAX_COUNT,
     job="\U0010ffff" * 64,
-    first=MAX_COUNT,
-    count=MAX_COUNT,
+    first_block=MAX_COUNT,
+    num_blocks=MAX_COUNT,
     first_group=MAX_LAYER_GROUPS - 1,
     num_groups=MAX_LAYER_GROUPS,
     seed=-(2**63),
@@ -111,22 +111,25 @@ def test_the_largest_messages_fit() -> None:
 
 def test_a_segment_has_its_blocks_and_layer_groups() -> None:
     segment = msgspec.structs.replace(
-        LARGEST_SEGMENT, first=5, count=3, first_group=2, num_groups=4
+        LARGEST_SEGMENT, first_block=5, num_blocks=3, first_group=2, num_groups=4
     )
-    assert segment.positions == range(5, 8)
+    assert segment.blocks == range(5, 8)
     assert segment.groups == range(2, 6)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[(name, -1) for name in ("credit", "use", "first", "count", "first_group", "nbytes")],
+        *[
+            (name, -1)
+            for name in ("credit", "use", "first_block", "num_blocks", "first_group", "nbytes")
+        ],
         ("nbytes", 0),
         ("credit", MAX_CREDITS),
         ("credit", "0"),
         ("credit", 0.5),
         ("credit", None),
-        *[(name, MAX_COUNT + 1) for name in ("use", "first", "count", "nbytes")],
+        *[(name, MAX_COUNT + 1) for name in ("use", "first_block", "num_blocks", "nbytes")],
         ("job", ""),
         ("job", "j" * 65),
         ("job", 7),

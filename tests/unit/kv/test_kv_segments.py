@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.endpoint.segments import Coverage, Cut, ExportQueue
+from pagewire.shared.transfer.endpoint.segments import Coverage, ExportQueue, SegmentRange
 from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.kv_layouts import kv_layout
 
@@ -36,7 +36,7 @@ class Job:
     final: dict[int, int] = field(default_factory=dict)  # plan -> blocks that are final then
     was_exported: int = 0  # blocks, in the longest life
     plan: int = 0
-    taken: list[Cut] = field(default_factory=list)
+    taken: list[SegmentRange] = field(default_factory=list)
     expected: Counter[Unit] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -61,25 +61,25 @@ class Job:
         self.final.clear()
 
     def pack(self) -> bool:
-        ready = self.queue.take()
+        ready = self.queue.pop()
         if ready is None:
             return False
         cut, blocks, plan = ready
-        nbytes = packed_bytes(self.queue.layout, len(cut.positions), len(cut.groups))
+        nbytes = packed_bytes(self.queue.layout, len(cut.blocks), len(cut.groups))
         assert 0 < nbytes <= self.queue.slot_bytes
-        assert cut.num_units == len(cut.positions) * len(cut.groups) > 0
-        assert self.first <= cut.positions.start
-        assert blocks == self.blocks[cut.positions.start : cut.positions.stop]
-        assert len(blocks) == len(cut.positions)
-        assert self.final[plan] >= cut.positions.stop
+        assert cut.num_block_groups == len(cut.blocks) * len(cut.groups) > 0
+        assert self.first <= cut.blocks.start
+        assert blocks == self.blocks[cut.blocks.start : cut.blocks.stop]
+        assert len(blocks) == len(cut.blocks)
+        assert self.final[plan] >= cut.blocks.stop
         # Not later than it must be.
-        assert self.final.get(plan - 1, 0) < cut.positions.stop
+        assert self.final.get(plan - 1, 0) < cut.blocks.stop
         self.taken.append(cut)
         return True
 
-    def requeue(self, cut: Cut) -> None:
+    def requeue(self, cut: SegmentRange) -> None:
         self.queue.requeue(cut)
-        self.expected.update(units_of(cut.positions, cut.groups))
+        self.expected.update(units_of(cut.blocks, cut.groups))
 
 
 @st.composite
@@ -110,7 +110,7 @@ def test_what_is_wanted_is_cut_once_and_once_more_if_asked(
         pass
     cut = Counter[Unit]()
     for taken in job.taken:
-        cut.update(units_of(taken.positions, taken.groups))
+        cut.update(units_of(taken.blocks, taken.groups))
     assert cut == job.expected
 
 
@@ -120,13 +120,13 @@ def test_whole_blocks_leave_in_order_and_layer_groups_one_after_the_other() -> N
     queue.add([10, 11], 5, by_layer_group=False)
     queue.add([12, 13, 14], 6, by_layer_group=True)
     seen = []
-    while ready := queue.take():
+    while ready := queue.pop():
         seen.append(ready)
     assert seen == [
-        (Cut(range(1, 2), range(4)), [11], 5),
-        (Cut(range(2, 5), range(2)), [12, 13, 14], 6),  # half as large: more of them fit
-        (Cut(range(2, 5), range(2, 3)), [12, 13, 14], 6),
-        (Cut(range(2, 5), range(3, 4)), [12, 13, 14], 6),
+        (SegmentRange(range(1, 2), range(4)), [11], 5),
+        (SegmentRange(range(2, 5), range(2)), [12, 13, 14], 6),  # half as large: more of them fit
+        (SegmentRange(range(2, 5), range(2, 3)), [12, 13, 14], 6),
+        (SegmentRange(range(2, 5), range(3, 4)), [12, 13, 14], 6),
     ]
 
 
@@ -146,7 +146,7 @@ def test_the_last_of_several_segments_is_small(num_blocks: int, wanted: list[int
     queue = ExportQueue(layout, packed_bytes(layout, 16), planned=0)
     queue.add(list(range(num_blocks)), 1, by_layer_group=False)
     sizes = []
-    while ready := queue.take():
+    while ready := queue.pop():
         sizes.append(len(ready[1]))
     assert sizes == wanted
 
@@ -156,21 +156,21 @@ def test_what_was_cut_waits_for_its_blocks_after_they_are_lost() -> None:
     queue = ExportQueue(layout, packed_bytes(layout, 4), planned=0)
     queue.add([1, 2, 3], 1, by_layer_group=False)
     queue.lose_blocks()
-    assert queue.take() is None
+    assert queue.pop() is None
     queue.add([7, 8], 4, by_layer_group=False)
-    assert queue.take() is None
+    assert queue.pop() is None
     queue.add([9, 6], 5, by_layer_group=False)
-    assert queue.take() == (Cut(range(3), range(2)), [7, 8, 9], 5)
-    assert queue.take() == (Cut(range(3, 4), range(2)), [6], 5)
+    assert queue.pop() == (SegmentRange(range(3), range(2)), [7, 8, 9], 5)
+    assert queue.pop() == (SegmentRange(range(3, 4), range(2)), [6], 5)
 
 
 def test_what_is_packed_again_leaves_before_all_else() -> None:
     layout = of_layer_groups(1)
     queue = ExportQueue(layout, packed_bytes(layout, 1), planned=0)
     queue.add([5, 6], 1, by_layer_group=False)
-    cut, _, _ = queue.take()
+    cut, _, _ = queue.pop()
     queue.requeue(cut)
-    assert queue.take() == (cut, [5], 1)
+    assert queue.pop() == (cut, [5], 1)
 
 
 @st.composite
@@ -191,7 +191,7 @@ def test_coverage_is_full_once_each_layer_group_has_arrived_once(
     first: int, count: int, num_groups: int, coming: list[tuple[tuple[range, range], bool]]
 ) -> None:
     coverage = Coverage(range(first, first + count), range(num_groups))
-    wanted = units_of(coverage.positions, coverage.groups)
+    wanted = units_of(coverage.blocks, coverage.groups)
     arrived: set[Unit] = set()
     for (positions, groups), is_intact in coming:
         units = units_of(positions, groups)

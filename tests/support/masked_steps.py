@@ -5,10 +5,10 @@ from __future__ import annotations
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
+    GrammarMasks,
     NewDeviceSlot,
     PrefillChunk,
     StepPlan,
-    Supply,
     TableEntries,
 )
 from pagewire.shared.request.sampling import RequestSpec
@@ -24,12 +24,12 @@ def mask_of(token: int, vocab_size: int) -> bytes:
     return bytes(mask)
 
 
-def run_supplied_steps(runner: ModelRunner, holds: bool = False) -> list[list[int]]:
+def run_masked_steps(runner: ModelRunner, holds: bool = False) -> list[list[int]]:
     """Return the tokens of three steps of two or three rows; the second one gets masks.
 
     Args:
         runner: a runner without sequences.
-        holds: whether a further step runs before the third one, in which both rows are held.
+        holds: whether a further step runs before the third one, in which both rows are skipped.
     """
     specs = [RequestSpec(temperature=0.7 if slot else 0.0, seed=slot) for slot in range(3)]
     chunks = [PrefillChunk(slot, 0, PROMPTS[slot], samples=True) for slot in range(3)]
@@ -41,16 +41,16 @@ def run_supplied_steps(runner: ModelRunner, holds: bool = False) -> list[list[in
     )
     results = [runner.execute(first).wait().tokens]
     awaiting = runner.execute(
-        StepPlan(number=2, decodes=[0, 1], chunks=chunks[2:], awaits_supply=True)
+        StepPlan(number=2, decodes=[0, 1], chunks=chunks[2:], awaits_masks=True)
     )
     masks = {index: mask_of(token, runner.vocab_size) for index, token in ALLOWED.items()}
-    runner.supply(Supply(number=2, masks=masks))
+    runner.sample(GrammarMasks(number=2, masks=masks))
     results.append(awaiting.wait().tokens)
     last = StepPlan(number=3, decodes=[0, 1, 2])
     if holds:
-        held = runner.execute(StepPlan(number=3, decodes=[0, 1], awaits_supply=True))
-        runner.supply(Supply(number=3, held=[0, 1]))
-        held.wait()
+        skipped = runner.execute(StepPlan(number=3, decodes=[0, 1], awaits_masks=True))
+        runner.sample(GrammarMasks(number=3, skipped_rows=[0, 1]))
+        skipped.wait()
         inputs = [DecodeInput(slot, results[1][slot], len(PROMPTS[slot]) + 1) for slot in (0, 1)]
         last = StepPlan(number=4, decodes=[0, 1, 2], inputs=inputs)
     results.append(runner.execute(last).wait().tokens)

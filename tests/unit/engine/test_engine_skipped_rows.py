@@ -63,7 +63,7 @@ class LateMasks(Constraints):
                 failed = masked.failed if self.has_time else masked.too_late
                 failed.append((sequence, "no token is allowed"))
             elif self.choose.random() < 0.4:
-                masked.held[index] = sequence
+                masked.skipped[index] = sequence
         return masked
 
 
@@ -104,7 +104,7 @@ def test_same_tokens_with_preemption_forks_stops_and_prefill_jobs(seed: int, ove
         answer = sequence.token_ids[sequence.num_prompt_tokens :]
         assert answer == expected[sequence.request_id], sequence.request_id
     core.scheduler.table.forget("s5")
-    assert core.stats.rows_held > 10
+    assert core.stats.rows_skipped > 10
     assert core.stats.tokens_generated == sum(map(len, expected.values()))
     assert_idle(core)
 
@@ -198,7 +198,7 @@ def test_wait_for_a_row_that_is_aborted_does_not_shorten_the_next_one(overlap: b
             now[0] = 1.0
             gate.set()
     drain(core)
-    assert (core.stats.tokens_generated, core.stats.rows_held) == (1, 0)
+    assert (core.stats.tokens_generated, core.stats.rows_skipped) == (1, 0)
     assert_idle(core)
 
 
