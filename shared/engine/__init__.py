@@ -4,8 +4,9 @@
     execution/         executors: they run a step on a device
     ranks/             the executor over several processes that compute a model together
     rank_process.py    the program of each of them but the first
-    core.py            the loop: launches steps, accepts their tokens
+    core.py            the loop: launches steps, and reads their results
     live_sequences.py  the sequences by name; how they end
+    acceptance.py      gives a step's tokens to its sequences
     failed_steps.py    who fails when a step fails, and who is computed again
     build.py           loads a model, sizes the KV pool, and makes an `EngineCore`
     choices.py         device, ranks and context, by settings, machine and model

@@ -66,7 +66,6 @@ class AsyncLLM(OfflineModel):
         super().__init__(model, **settings)
         self._by_answer = _Requests(self.engine.config.eos_token_ids)
         self._thread = EngineThread(self.engine.core, self._by_answer.deliver)
-        self._by_answer.thread = self._thread
         self._thread.start()
         self._open: set[_Request] = set()
         # Also when the object is collected, or the program ends without `close`.
@@ -177,7 +176,7 @@ class _Request:
         self, answers: Answers, loop: asyncio.AbstractEventLoop, thread: EngineThread
     ) -> None:
         self.answers, self.loop = answers, loop
-        self._thread = thread
+        self.thread = thread
         self._error: PagewireError | None = None
         self._has_news = asyncio.Event()
 
@@ -187,7 +186,7 @@ class _Request:
         if answer.has_ended:
             return  # the engine had not yet heard of a stop string
         if answer.add_step(step) and step.finish_reason is None:
-            self._thread.submit(lambda core: core.sequences.abort(step.request_id), admitted=True)
+            self.thread.submit(lambda core: core.sequences.abort(step.request_id), admitted=True)
         if answer.error is not None:
             self._error = self._error or answer.error
         self._has_news.set()
@@ -212,22 +211,17 @@ class _Request:
                 async with asyncio.timeout(LIVENESS_S):
                     await self._has_news.wait()
             except TimeoutError:
-                if not self._thread.is_running():
-                    raise RequestFailedError("the engine has stopped") from self._thread.error
+                if not self.thread.is_running():
+                    raise RequestFailedError("the engine has stopped") from self.thread.error
         self._has_news.clear()
         if self._error is not None:
             raise self._error
 
 
 class _Requests:
-    """The requests that the engine computes, by the ids of their answers; in the engine's thread.
-
-    Attributes:
-        thread: the engine's thread, once there is one.
-    """
+    """The requests that the engine computes, by the ids of their answers; used in its thread."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
-        self.thread: EngineThread | None = None
         self._eos = eos_token_ids
         self._of_answer: dict[str, _Request] = {}
 
@@ -253,9 +247,9 @@ class _Requests:
             if (request := self._of_answer.get(output.request_id)) is not None:
                 batches[request.loop].append((request, output))
         for loop, batch in batches.items():
-            if not _call_in(loop, partial(_take_all, batch)) and self.thread is not None:
+            if not _call_in(loop, partial(_add_all, batch)):
                 for request, _ in batch:
-                    self.thread.submit(partial(self.remove, request), admitted=True)
+                    request.thread.submit(partial(self.remove, request), admitted=True)
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: partial[None]) -> bool:
@@ -267,6 +261,6 @@ def _call_in(loop: asyncio.AbstractEventLoop, call: partial[None]) -> bool:
     return True
 
 
-def _take_all(batch: list[tuple[_Request, StepOutput]]) -> None:
+def _add_all(batch: list[tuple[_Request, StepOutput]]) -> None:
     for request, output in batch:
         request.add_step(output)
