@@ -15,7 +15,7 @@ from pagewire.shared.request.logprobs import Logprobs
 
 
 def accept(launched: Launched, result: StepResult, sequences: LiveSequences) -> int:
-    """Append a step's tokens: for most rows all at once, for special ones one by one.
+    """Append a step's tokens: for most rows all at once, for others one by one.
 
     Args:
         launched: the step.
@@ -29,7 +29,7 @@ def accept(launched: Launched, result: StepResult, sequences: LiveSequences) -> 
     schedule, lost = launched.schedule, launched.lost
     tokens, scores = result.tokens, result.scores
     if scores is not None:
-        sequences.outputs.others += scored_prompts(schedule, scores)
+        sequences.outputs.individual += scored_prompts(schedule, scores)
     for part in (*schedule.entries, *schedule.chunks):
         if part.sequence not in lost:
             table.blocks.record_computed(part.sequence, part.start, part.end)
@@ -38,19 +38,19 @@ def accept(launched: Launched, result: StepResult, sequences: LiveSequences) -> 
                 table.fork_children(part.sequence)
     rows = schedule.rows
     row_tokens = tokens[: len(rows)] if schedule.chunks else tokens
-    special = launched.special(row_tokens) | sequences.constraints.limited.keys()
+    individual = launched.individual(row_tokens) | sequences.constraints.limited.keys()
     of_tokens = {} if scores is None else scores.tokens
     if of_tokens:
         sampled = schedule.sampled
-        special.update([sampled[index] for index in of_tokens])
-    columns = rows.append_tokens(row_tokens, special)
+        individual.update([sampled[index] for index in of_tokens])
+    bulk = rows.append_tokens(row_tokens, individual)
     dropped = 0
-    sampled_tokens = zip(schedule.sampled, tokens, strict=True) if special else ()
+    sampled_tokens = zip(schedule.sampled, tokens, strict=True) if individual else ()
     for index, (sequence, token) in enumerate(sampled_tokens):
-        if sequence in special:
+        if sequence in individual:
             logprobs = of_tokens.get(index)
             dropped += not _accept_one(sequence, token, launched, logprobs, sequences)
-    sequences.outputs.columns = columns
+    sequences.outputs.bulk = bulk
     return len(tokens) - dropped
 
 
@@ -61,7 +61,7 @@ def _accept_one(
     logprobs: Logprobs | None,
     sequences: LiveSequences,
 ) -> bool:
-    """Accept one token of a sequence in `Launched.special`; return False if it is dropped."""
+    """Accept one token of a sequence in `Launched.individual`; return False if it is dropped."""
     if sequence in launched.skipped:
         return False  # the device has reported a token that means nothing
     if sequence in launched.lost:
@@ -79,5 +79,5 @@ def _accept_one(
     if status is not None:
         sequences.end(sequence, status)
     now_s = sequences.clock() if is_first else None
-    sequences.outputs.others.append(token_output(sequence, token, status, logprobs, now_s))
+    sequences.outputs.individual.append(token_output(sequence, token, status, logprobs, now_s))
     return True

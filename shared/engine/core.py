@@ -76,7 +76,7 @@ class EngineCore:
     def has_work(self) -> bool:
         """Whether a further step could change anything."""
         table = self.scheduler.table
-        outputs = self.sequences.outputs.others
+        outputs = self.sequences.outputs.individual
         return bool(table.running or table.waiting or self._in_flight or outputs)
 
     @property

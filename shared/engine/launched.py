@@ -53,7 +53,7 @@ class Launched:
         """Whether its result is here, without waiting."""
         return not self.awaits_masks and self.pending.is_done()
 
-    def special(self, row_tokens: list[int]) -> set[Sequence]:
+    def individual(self, row_tokens: list[int]) -> set[Sequence]:
         """Return the sequences whose tokens must be looked at one by one.
 
         Such a token may be a sequence's first or last, is no sampled token (`skipped`), or belongs
@@ -61,9 +61,9 @@ class Launched:
         """
         schedule, rows = self.schedule, self.schedule.rows
         parts = (*schedule.entries, *schedule.chunks)
-        special = {*self.lost, *self.skipped, *schedule.last}
-        special.update([part.sequence for part in parts])
+        individual = {*self.lost, *self.skipped, *schedule.last}
+        individual.update([part.sequence for part in parts])
         if not rows.stop_token_ids.isdisjoint(row_tokens):
             pairs = zip(rows.sequences, row_tokens, strict=True)
-            special.update(s for s, token in pairs if token in s.stop_token_ids)
-        return special
+            individual.update(s for s, token in pairs if token in s.stop_token_ids)
+        return individual

@@ -108,7 +108,9 @@ class LiveSequences:
         status = end_of(sequence, token)
         if status is not None:
             self.end(sequence, status)
-            self.outputs.others.append(StepOutput(sequence.request_id, [], status.finish_reason))
+            self.outputs.individual.append(
+                StepOutput(sequence.request_id, [], status.finish_reason)
+            )
 
     # Sequences end, or are computed again
 
@@ -139,7 +141,7 @@ class LiveSequences:
         """End a sequence with an error, unless it has ended."""
         if self._by_name.get(name := sequence.request_id) is sequence:
             self.end(sequence, RequestStatus.FINISHED_ERROR)
-            self.outputs.others.append(
+            self.outputs.individual.append(
                 StepOutput(name, [], "error", error=error, param=param, is_busy=is_busy)
             )
 

@@ -50,27 +50,27 @@ class StepOutputs(msgspec.Struct, frozen=True, gc=False):
     """One step's outputs for all its sequences.
 
     Most sequences get one token and nothing else. They are in the columns, which need no object for
-    each sequence. First and last tokens and errors are in `others`; no sequence is in both. The
+    each sequence. First and last tokens and errors are in `individual`; no sequence is in both. The
     engine uses the columns, too: do not change them. Iterating gives everything as `StepOutput`,
     which is simple and slow.
 
     Attributes:
         request_ids: column of request ids.
         token_ids: column of their tokens.
-        others: outputs that have more than a token.
+        individual: outputs that have more than a token.
     """
 
     request_ids: list[str] = []
     token_ids: list[int] = []
-    others: list[StepOutput] = []
+    individual: list[StepOutput] = []
 
     def __len__(self) -> int:
-        return len(self.request_ids) + len(self.others)
+        return len(self.request_ids) + len(self.individual)
 
     def __iter__(self) -> Iterator[StepOutput]:
         for request_id, token in zip(self.request_ids, self.token_ids, strict=True):
             yield StepOutput(request_id, [token])
-        yield from self.others
+        yield from self.individual
 
 
 @dataclass(slots=True)
@@ -78,17 +78,17 @@ class OutputBuffer:
     """Outputs that have not been passed on.
 
     Attributes:
-        columns: request ids and tokens, as in `StepOutputs`.
-        others: outputs that have more than a token.
+        bulk: request ids and tokens, as in the columns of `StepOutputs`.
+        individual: outputs that have more than a token.
     """
 
-    columns: tuple[list[str], list[int]] = ([], [])
-    others: list[StepOutput] = field(default_factory=list)
+    bulk: tuple[list[str], list[int]] = ([], [])
+    individual: list[StepOutput] = field(default_factory=list)
 
     def flush(self) -> StepOutputs:
         """Return all outputs, and forget them."""
-        outputs = StepOutputs(*self.columns, self.others)
-        self.columns, self.others = ([], []), []
+        outputs = StepOutputs(*self.bulk, self.individual)
+        self.bulk, self.individual = ([], []), []
         return outputs
 
 

@@ -192,7 +192,7 @@ class EngineThread:
         self._run_commands()
         outputs, worked = self.core.advance(wait=False)
         if outputs:
-            if any(output.finish_reason is not None for output in outputs.others):
+            if any(output.finish_reason is not None for output in outputs.individual):
                 # With the last tokens of an answer comes the load after it.
                 self.snapshot = self._take_snapshot()
             self._on_outputs(outputs)

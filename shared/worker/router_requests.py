@@ -255,7 +255,7 @@ class RouterRequests:
             if request is not None:
                 token_output = TokenOutput(request_id=request.message.request_id, token_ids=[token])
                 by_peer[request.peer_id].append(token_output)
-        for output in outputs.others:
+        for output in outputs.individual:
             request = self._requests.get(output.request_id)
             if request is None:
                 unknown.append(output)

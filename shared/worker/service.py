@@ -165,7 +165,7 @@ class WorkerService:
 
     def on_outputs(self, outputs: StepOutputs) -> None:
         """Report the outputs of jobs, and pass on the others. Runs in the engine's thread."""
-        others = [output for output in outputs.others if not self.jobs.report(output)]
+        others = [output for output in outputs.individual if not self.jobs.report(output)]
         if others or outputs.request_ids:
             self._report_soon(StepOutputs(outputs.request_ids, outputs.token_ids, others))
 

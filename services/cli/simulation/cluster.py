@@ -227,7 +227,7 @@ class SimulatedCluster:
     def _on_outputs(self, decode: SimulatedWorker, outputs: StepOutputs) -> None:
         """Send a step's tokens to their routers and clients, or to who asked for a job."""
         host, requests = self.machine.host, self._requests
-        others = [other for other in outputs.others if not self._jobs.take(decode, other)]
+        others = [other for other in outputs.individual if not self._jobs.take(decode, other)]
         if not (outputs.request_ids or others):
             return
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3

@@ -185,7 +185,7 @@ class SimulatedWorker:
                 self._run_commands()
             outputs, worked = core.advance(wait=False)
             if outputs:
-                if any(other.finish_reason is not None for other in outputs.others):
+                if any(other.finish_reason is not None for other in outputs.individual):
                     self._take_snapshot()
                 self._on_outputs(self, outputs)
             worked |= core.run_hooks()

@@ -54,7 +54,7 @@ def compute_embeddings(
         for name, prompt in prompts.items():
             core.sequences.add(pooled_sequence(name, prompt.token_ids, rules.mode))
         while unfinished:
-            for output in step().others:
+            for output in step().individual:
                 if output.embedding is not None and output.request_id in unfinished:
                     pooled[output.request_id] = output.embedding
                 if output.finish_reason in ("error", "abort"):

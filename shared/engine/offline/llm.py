@@ -242,7 +242,7 @@ class LLM(OfflineModel):
                 for answer in answers.values():
                     answer.progress = progress
                 while not self._live.keys().isdisjoint(answers.keys()):
-                    others = self._step().others
+                    others = self._step().individual
                     if any(each.finish_reason in FAILURES for each in others):
                         _raise_error(answers)
             self._step()  # finishes the overlapped step, if there is one
@@ -279,7 +279,7 @@ class LLM(OfflineModel):
         outputs, _worked = core.step()
         plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
         ended = [name for name, token in plain if name in live and live[name].add([token], None)]
-        others = [output for output in outputs.others if output.request_id in live]
+        others = [output for output in outputs.individual if output.request_id in live]
         ended += [each.request_id for each in others if live[each.request_id].add_step(each)]
         self._abort(ended)  # the engine does not know stop strings
         return outputs

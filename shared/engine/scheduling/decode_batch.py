@@ -41,13 +41,13 @@ class DecodeRows:
         return len(self.sequences)
 
     def append_tokens(
-        self, tokens: list[int], special: Set[Sequence]
+        self, tokens: list[int], individual: Set[Sequence]
     ) -> tuple[list[str], list[int]]:
-        """Append a token to each row's sequence, except to those that are special.
+        """Append a token to each row's sequence, except to individual ones.
 
         Args:
             tokens: one for each row.
-            special: sequences that get none here.
+            individual: sequences whose tokens are looked at one by one; they get none here.
 
         Returns:
             Request ids and tokens of the sequences that got one.
@@ -58,11 +58,11 @@ class DecodeRows:
         if len(tokens) != len(self):
             raise IntegrityError(f"{len(tokens)} tokens for {len(self)} rows")
         request_ids, token_lists = self.request_ids, self.token_ids
-        if special:
-            is_plain = [sequence not in special for sequence in self.sequences]
-            request_ids = list(compress(request_ids, is_plain))
-            token_lists = list(compress(token_lists, is_plain))
-            tokens = list(compress(tokens, is_plain))
+        if individual:
+            is_bulk = [sequence not in individual for sequence in self.sequences]
+            request_ids = list(compress(request_ids, is_bulk))
+            token_lists = list(compress(token_lists, is_bulk))
+            tokens = list(compress(tokens, is_bulk))
         deque(map(list.append, token_lists, tokens), maxlen=0)  # a loop in C
         return request_ids, tokens
 

@@ -60,9 +60,9 @@ def run(core: EngineCore, *sequences: Sequence) -> tuple[dict[str, list[int]], l
         outputs, _ = core.step()
         for name, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             tokens[name].append(token)
-        for output in outputs.others:
+        for output in outputs.individual:
             tokens[output.request_id] += output.token_ids
-        others += outputs.others
+        others += outputs.individual
     return tokens, others
 
 

@@ -56,7 +56,7 @@ def run_alongside(
     gaps, known, last = [], 0, time.perf_counter()
     while core.has_work:
         outputs, _ = core.step()
-        ends |= {o.request_id: o.finish_reason for o in outputs.others if o.finish_reason}
+        ends |= {o.request_id: o.finish_reason for o in outputs.individual if o.finish_reason}
         if len(free[0].token_ids) > known:
             known, now = len(free[0].token_ids), time.perf_counter()
             gaps.append(now - last)

@@ -221,7 +221,7 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
     core.sequences.add(new_sequence("hostile", [1, 2, 3], spec, ()))
     core.sequences.add(new_sequence("free", [1, 2, 3], RequestSpec(max_tokens=300), ()))
     while core.has_work:
-        outputs += core.step()[0].others
+        outputs += core.step()[0].individual
     ended = {output.request_id: output for output in outputs if output.finish_reason}
     assert ended["hostile"].finish_reason == "error"
     assert "ways to go on, of which 500 are possible" in (ended["hostile"].error or "")

@@ -119,7 +119,7 @@ def test_row_that_fails_in_postprocessing_gets_an_error_and_no_token(overlap: bo
     core.sequences.add(make_sequence("goes on", [0], max_tokens=20))
     for _ in range(20):
         outputs, _worked = core.step()
-        if outputs.others and outputs.others[-1].finish_reason == "error":
+        if outputs.individual and outputs.individual[-1].finish_reason == "error":
             break
     assert ends_of(list(outputs)) == {"ends": "error", "goes on": "error"}
     assert outputs.request_ids == []

@@ -146,7 +146,7 @@ def test_tokens_of_which_there_is_no_more_to_say_are_in_columns(overlap: bool) -
         outputs, _ = core.step()
         for request_id, token in zip(outputs.request_ids, outputs.token_ids, strict=True):
             columns[request_id].append(token)
-        for output in outputs.others:
+        for output in outputs.individual:
             others[output.request_id] += output.token_ids
     for name, tokens in expected.items():
         assert others[name] == [tokens[0], tokens[-1]]

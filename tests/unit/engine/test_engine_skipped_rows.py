@@ -122,7 +122,7 @@ def test_row_that_cannot_go_on_fails_alone(overlap: bool, has_time: bool) -> Non
         core.sequences.add(each)
     outputs = []
     while core.has_work:
-        outputs += core.step(wait=False)[0].others
+        outputs += core.step(wait=False)[0].individual
     assert [each.token_ids[each.num_prompt_tokens :] for each in good] == expected
     (failed,) = [output for output in outputs if output.finish_reason == "error"]
     assert (failed.request_id, failed.error) == ("bad", "no token is allowed")
@@ -218,7 +218,7 @@ def test_masks_that_do_not_come_in_time_are_no_fault_of_a_good_grammar(overlap: 
     core.sequences.add(sequence)
     outputs = []
     while core.has_work:
-        outputs += core.step(wait=False)[0].others
+        outputs += core.step(wait=False)[0].individual
         now[0] += 0.5
     gate.set()
     (failed,) = [output for output in outputs if output.finish_reason == "error"]
