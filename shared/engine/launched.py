@@ -56,8 +56,8 @@ class Launched:
     def individual(self, row_tokens: list[int]) -> set[Sequence]:
         """Return the sequences whose tokens must be looked at one by one.
 
-        Such a token may be a sequence's first or last, is no sampled token (`skipped`), or belongs
-        to a sequence that has lost its blocks (`lost`).
+        Such a token is a sequence's first or last one, was not sampled (`skipped`), or belongs to
+        a sequence that has lost its blocks (`lost`).
         """
         schedule, rows = self.schedule, self.schedule.rows
         parts = (*schedule.entries, *schedule.chunks)

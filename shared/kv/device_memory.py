@@ -158,7 +158,7 @@ def _runtime() -> Any:
         from cuda.bindings import runtime
     except ImportError as exc:
         raise ConfigError(
-            "sharing GPU memory with other processes needs the Python package cuda-bindings, of the "
-            f"CUDA version of torch ({torch.version.cuda}): {exc}"
+            "GPU memory can be shared with other processes only with the Python package "
+            f"cuda-bindings of torch's CUDA version ({torch.version.cuda}): {exc}"
         ) from exc
     return runtime

@@ -127,7 +127,7 @@ def fitting_ranks(config: ModelConfig, settings: WorkerSettings, total: int) -> 
         try:
             if estimate(config, shared, total).kv_blocks:
                 return ranks
-        except ModelLoadError:  # so many cannot share the heads, or a quantised weight
+        except ModelLoadError:  # this number cannot share the heads, or a quantised weight
             continue
     return None
 

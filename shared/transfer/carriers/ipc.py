@@ -52,7 +52,7 @@ _Handle = Annotated[bytes, Meta(min_length=HANDLE_BYTES, max_length=HANDLE_BYTES
 
 
 class IpcOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tells a sender how to map the receiver's staging memory.
+    """Says how a sender can map the receiver's staging memory.
 
     Attributes:
         receiver: the receiver's process.
