@@ -2,7 +2,7 @@
 
 A family's `parse_config` reads a config.json; its `build` composes the model of layers that a
 `LayerFactory` makes. The files import no torch, because the router reads configurations, too.
-CONTRIBUTING.md says how to add one.
+docs/extending.md says how to add one.
 
 Read first: `llama.py` (the simplest), `qwen3.py`, `olmo2.py`.
 

@@ -33,7 +33,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def test_each_limit_is_a_case() -> None:
-    """A further one gets right log probabilities by the recipe in CONTRIBUTING.md alone."""
+    """A further one gets right log probabilities by the recipe in docs/extending.md alone."""
     assert all(name in CASES.get(name, {}) for name in Limits._fields)
 
 

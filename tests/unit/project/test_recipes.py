@@ -1,4 +1,4 @@
-"""The recipes in CONTRIBUTING.md: what they name exists, and a setting needs its one line.
+"""The recipes in docs/extending.md: what they name exists, and a setting needs its one line.
 
 That a step is left out is found by the tests which the recipes name: they read each field, message,
 metric, route, family and tool format from the code.
@@ -19,7 +19,14 @@ from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.settings.texts import described
 from pagewire.tests.support.documents import ROOT
 
-RECIPES = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("## How to add")[2]
+RECIPES = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
+SOURCES = [ROOT / "Makefile", ROOT / "pyproject.toml", ROOT / ".env.example"]
+SOURCES += [
+    path
+    for top in ("kernels", "loadtest", "services", "shared", "tests", "tools")
+    for path in (ROOT / top).rglob("*.*")
+    if path.suffix in (".py", ".js", ".yml")
+]
 
 
 def text_at(name: str) -> str:
@@ -38,6 +45,17 @@ def test_a_recipe_names_what_its_files_have() -> None:
         text = "\n".join(text_at(name) for name in quoted if name not in names and "/" in name)
         wrong += [(name, row) for name in names if not re.search(rf"\b{name}\b", text)]
     assert len(rows) > 40
+    assert wrong == []
+
+
+def test_what_the_text_between_the_tables_names_is_in_the_code() -> None:
+    text = "\n".join(path.read_text(encoding="utf-8") for path in SOURCES)
+    words = set(re.findall(r"\w+", text)) | {path.name for path in SOURCES}
+    prose = re.sub(r"^\|.*\|$", "", RECIPES, flags=re.MULTILINE)
+    quoted = re.findall(r"`([^`]+)`", prose)
+    names = [name for name in quoted if re.fullmatch(r"[\w.]*\w", name)]
+    assert len(names) > 60
+    wrong = [name for name in names if name not in words and not words >= {*name.split(".")}]
     assert wrong == []
 
 
