@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,22 @@ def test_the_functions_of_a_request_exist() -> None:
     functions = [each for _, each in rows(table)]
     assert sum(len(each.split("; ")) for each in functions) > 20
     assert wrong_places(functions) == {}
+
+
+def test_the_data_structures_and_packages_of_the_map_exist() -> None:
+    structures, _, rest = ARCHITECTURE.partition("## Five data structures")[2].partition(
+        "## The map"
+    )
+    named = re.findall(r"^\*\*`(\w+)`\*\* \(`([\w/.]+)`\)", structures, re.MULTILINE)
+    assert len(named) == 5
+    assert [(name, file) for name, file in named if missing(file, [name])] == []
+    picture = rest.partition("\n| ")[0]
+    packages = [path.parent.name for top in ("shared", "services") for path in packages_of(top)]
+    assert [name for name in packages if not re.search(rf"\b{name}\b", picture)] == []
+
+
+def packages_of(top: str) -> list[Path]:
+    return sorted((ROOT / top).glob("*/__init__.py"))
 
 
 def test_each_question_is_asked_once() -> None:

@@ -136,6 +136,25 @@ def test_the_changelog_and_the_upgrade_page_have_this_release() -> None:
     assert str(refused.value).partition("speaks ")[2] in upgrade.replace("\n", " ")
 
 
+@pytest.mark.parametrize("name", ["benchmarks.md", "kernel-benchmarks.md", "fault-benchmark.md"])
+def test_the_day_stands_under_each_table_of_figures(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    results = text.partition("## Results")[2] if name == "fault-benchmark.md" else text
+    sections = re.split(r"^#+ ", results, flags=re.MULTILINE)
+    lacking = []
+    for section in sections:
+        last_table = section.rpartition("\n|")
+        if last_table[1] and not re.search(r"20\d\d-\d\d-\d\d", "\n|" + last_table[2]):
+            lacking.append(section.splitlines()[0])
+    assert len(sections) > 2
+    assert lacking == []
+
+
+def test_first_pages_are_short() -> None:
+    assert len(README.split()) <= 1200
+    assert len((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").splitlines()) <= 80
+
+
 def anchors(document: Path) -> set[str]:
     """Return the names that GitHub gives to a document's headings."""
     headings = re.findall(r"^#+ (.*)", document.read_text(encoding="utf-8"), re.MULTILINE)
