@@ -15,7 +15,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -47,10 +47,10 @@ SECOND_OF_TWO = Shard(1, 2)
 class LoneCommunicator(GpuCommunicator):
     """Is alone even after it has joined, from when on builds count as late."""
 
-    builds: Builds = None  # type: ignore[assignment]
+    builds: Builds = field(default_factory=Builds)
 
     def join(self) -> None:
-        self.builds.note_ready()
+        self.builds.record_ready()
 
 
 class UncountedReruns(Reruns):

@@ -61,10 +61,10 @@ def inspect_machine() -> Machine:
         return Machine(cores, gpus)
     installed = _installed_gpus()
     free = tuple(installed[name].free if name in installed else 1.0 for name in gpus)
-    places = {installed[name].index: place for place, name in enumerate(gpus) if name in installed}
+    places = {installed[name].number: place for place, name in enumerate(gpus) if name in installed}
     linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 1 else ()
     links = {
-        tuple(sorted((places[one], places[other])))
+        (min(places[one], places[other]), max(places[one], places[other]))
         for one, other in linked
         if one in places and other in places
     }
@@ -81,9 +81,9 @@ def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:
 
 
 class _Gpu(NamedTuple):
-    """A GPU: its index, as the driver counts, and the share of its memory that is free."""
+    """A GPU: its number, as the driver counts, and the share of its memory that is free."""
 
-    index: int
+    number: int
     free: float
 
 

@@ -28,8 +28,8 @@ from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.loader import load_model
 from pagewire.shared.model.shard import WHOLE, Communicator, Shard
 from pagewire.shared.settings.config import EngineSettings
+from pagewire.tests.support.masked_steps import run_masked_steps
 from pagewire.tests.support.padded_steps import Reruns
-from pagewire.tests.support.supplied_steps import run_supplied_steps
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -91,9 +91,9 @@ def test_ranks_take_the_same_first_steps_and_then_sample_the_same_tokens(
         config = load_config(demo_model_path())
         prepare_ranks(runner, config, SETTINGS, CONTEXT, quiet, communicator, Reruns)
         assert runner.decode_graphs is not None
-        return run_supplied_steps(runner)
+        return run_masked_steps(runner)
 
-    assert on_each(communicators, run) == [run_supplied_steps(make_runner())] * RANKS
+    assert on_each(communicators, run) == [run_masked_steps(make_runner())] * RANKS
 
 
 def test_a_rank_that_is_lost_while_others_wait_to_join_is_named(

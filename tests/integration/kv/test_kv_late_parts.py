@@ -24,11 +24,11 @@ class LateMove(PendingMove):
         super().__init__(None)
         self._arguments, self._polls, self._made = arguments, 0, PendingMove(None)
 
-    def is_done(self) -> bool:
+    def poll(self) -> bool:
         self._polls += 1
         if self._polls == POLLS:
             self._made = PACK(*self._arguments)
-        return self._polls >= POLLS and self._made.is_done()
+        return self._polls >= POLLS and self._made.poll()
 
 
 PACK = FakeDevice.pack
