@@ -22,10 +22,11 @@ def start_task(coro: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]
     return task
 
 
-async def end_task(task: asyncio.Task[None] | None) -> None:
+async def end_task(task: asyncio.Task[Any] | None) -> None:
     """Cancel a task and wait until it has ended, in whatever way. Does nothing for None."""
     while task is not None and not task.done():
-        # Again and again: asyncio.wait_for in Python 3.11 may swallow a cancellation.
+        # Again and again: what a library awaits may swallow a cancellation, as asyncio.wait_for
+        # of Python 3.11 does.
         task.cancel()
         await asyncio.wait([task], timeout=_CANCEL_INTERVAL_S)
 

@@ -70,7 +70,8 @@ class WorkerLifetime:
                 )
                 return 1
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), self.watch.interval_s)
+                async with asyncio.timeout(self.watch.interval_s):
+                    await stop.wait()
         return 0
 
     async def drain(self, timeout_s: float) -> None:

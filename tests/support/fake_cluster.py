@@ -7,12 +7,15 @@
 Workers write their pid to `NAME.alive` in the state directory, routers to `NAME.pid`. When they
 start, they read `NAME.orders`: "exit CODE"; for a worker, "late" (it waits for `NAME.go`) or
 "stubborn" (it ignores SIGTERM and has a child process); for a router, "drain" (after SIGTERM it
-waits until `NAME.go` exists, or for a second SIGTERM).
+waits until `NAME.go` exists, or for a second SIGTERM). `probe.orders` is read for the probe of
+Redis: "deaf" (once the cluster is ready, it swallows a cancellation, as redis-py may with Python
+3.11).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -21,10 +24,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
+
+Probe = Callable[[str], Awaitable[bool]]
 
 DRAIN_TIMEOUT_S = 20.0
 LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
@@ -33,7 +38,7 @@ LINK = {"peer": "prefill-0", "transport": "zmq", "gb_per_s": 1.5}
 def up(state: Path, port: int, redis_url: str | None = None) -> None:
     """Run the cluster with this script's services in the real ones' place."""
     from pagewire.services.cli.error_exit import one_line_errors
-    from pagewire.services.cli.up import cluster_plan
+    from pagewire.services.cli.up import cluster_plan, redis_process
     from pagewire.services.cli.up.cluster import ClusterContext, run_cluster
     from pagewire.services.cli.up.machine import Machine
     from pagewire.services.cli.up.progress import ServerConsole
@@ -48,6 +53,8 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
         return (sys.executable, "-I", "-S", __file__, *arguments)
 
     cluster_plan.service_argv = service_argv
+    if _obey_exit(state, "probe") == ["deaf"]:
+        redis_process.is_answering = _deaf(redis_process.is_answering, state / "ready.json")
     logs = state / "logs"
     logs.mkdir()
     context = ClusterContext(
@@ -64,6 +71,19 @@ def up(state: Path, port: int, redis_url: str | None = None) -> None:
     (state / "supervisor.pid").write_text(str(os.getpid()))
     with one_line_errors():
         asyncio.run(run_cluster(context))
+
+
+def _deaf(probe: Probe, ready_file: Path) -> Probe:
+    """Return a probe that answers once it is cancelled, when there is a file."""
+
+    async def probe_deaf(url: str) -> bool:
+        is_answering = await probe(url)
+        if os.path.exists(ready_file):  # noqa: ASYNC240 - quick
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(60)
+        return is_answering
+
+    return probe_deaf
 
 
 def router(state: Path, name: str, *fds: int) -> None:

@@ -90,7 +90,8 @@ class Disturber:
 
     async def _wait_for_tokens(self, count: int) -> None:
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.reader.until(count), STAGE_TIMEOUT_S)
+            async with asyncio.timeout(STAGE_TIMEOUT_S):
+                await self.reader.until(count)
 
     async def _hold(self, worker: str) -> None:
         """Stop a worker before the first answer ends."""

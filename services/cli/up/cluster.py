@@ -228,9 +228,8 @@ class _Cluster:
             if life.done():
                 life.result()
         finally:
-            for task in (life, stopping):
-                task.cancel()
-            await asyncio.wait({life, stopping})
+            await end_task(life)
+            await end_task(stopping)
 
     async def _live(self) -> None:
         """Start everything in order, show the ready box, then watch the cluster."""

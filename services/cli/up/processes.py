@@ -196,7 +196,8 @@ class Child:
         code = await process.wait()
         self.kill()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(output, DRAIN_S)
+            async with asyncio.timeout(DRAIN_S):
+                await output
         return ExitStatus(code)
 
     def _signal_group(self, number: signal.Signals) -> None:

@@ -116,4 +116,5 @@ async def _ping(url: str) -> None:
         url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
     )
     async with client:
-        await asyncio.wait_for(client.ping(), 2 * PROBE_S)
+        async with asyncio.timeout(2 * PROBE_S):
+            await client.ping()

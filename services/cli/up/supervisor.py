@@ -18,6 +18,7 @@ from typing import Any
 
 from pagewire.services.cli.up.log_lines import message_of, what_explains
 from pagewire.services.cli.up.processes import TAIL_LINES, Child, ChildSpec, ExitStatus, OutputLog
+from pagewire.shared.base.aio import end_task
 from pagewire.shared.base.errors import ConfigError, PagewireError
 
 EXIT_CONFIG = 2
@@ -284,7 +285,8 @@ class Supervisor:
         delay = self._policy.delay(status.failures, is_front=status.spec.is_front, served=served)
         self._say(f"starting {status.name} again in {delay:g} s")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), delay)
+            async with asyncio.timeout(delay):
+                await stop.wait()
         return True
 
     def _is_starting(self, status: ChildStatus) -> bool:
@@ -319,5 +321,4 @@ async def _task(work: Coroutine[Any, Any, bool]) -> AsyncIterator[asyncio.Task[b
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.wait({task})
+        await end_task(task)

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import redis
 
+from pagewire.services.cli.up.cluster import RUNNING_POLL_S
 from pagewire.services.cli.up.redis_process import find_server
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.local_cluster import free_port, listening_sockets
@@ -56,6 +57,14 @@ def test_signal_stops_everything_and_cleans_up(start: StartCluster, number: sign
     assert cluster.left_over() == []
     assert cluster.private_dirs() == []
     assert cluster.stderr == ""
+
+
+def test_a_signal_stops_everything_if_a_probe_swallows_a_cancellation(start: StartCluster) -> None:
+    cluster = start(orders={"probe": "deaf"})
+    cluster.wait_ready()
+    time.sleep(RUNNING_POLL_S + 0.5)  # the probe begins
+    assert cluster.stop() == 0
+    assert cluster.left_over() == []
 
 
 def test_signal_while_starting_stops_everything(start: StartCluster) -> None:
