@@ -10,11 +10,14 @@ import torch
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.errors import UnsupportedShapeError
-from pagewire.kernels.rank_memory import make_rank_memory
+from pagewire.kernels.rank_memory import buffer_bytes, make_rank_memory
+from pagewire.kernels.reference.all_gather import all_gather as reference_gather
+from pagewire.kernels.reference.all_reduce import all_reduce as reference_reduce
 from pagewire.tests.support.exchanging_ranks import (
     Call,
     compile_kernels,
     exchanging_ranks,
+    rank_views,
     start_all,
     sums,
 )
@@ -66,6 +69,36 @@ def test_a_rank_that_does_not_come_is_named_in_time(device, tmp_path):
         # It still gets the first sum, and no other.
         assert absent.call("run", [call, *later[:2]]) == later[:2]
         assert absent.call("missing") in (1, 2)
+
+
+@pytest.mark.gpu
+def test_a_graph_is_replayed_any_number_of_times():
+    calls = [sums(0, 3 * 4096, "bfloat16"), Call(1, "bfloat16", 3, (600, 200))]
+    compile_kernels("cuda", 2, PROGRAMS, calls)
+    size = buffer_bytes(2, PROGRAMS)
+    buffers = [torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    views = rank_views(buffers, torch.device("cuda"), 5.0, PROGRAMS)
+    columns = Columns.of((600, 200), torch.device("cuda"))
+    added = torch.empty(2, 3, 4096, device="cuda", dtype=torch.bfloat16)
+    joined = [torch.empty(3, width, device="cuda", dtype=torch.bfloat16) for width in (600, 200)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    graphs, results = [], []
+    for x, part, view in zip(added, joined, views, strict=True):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            results.append((all_gather(part, columns, view), all_reduce(x.clone(), view)))
+    for seed in range(5):
+        torch.manual_seed(seed)
+        for each in (added, *joined):
+            each.normal_()
+        torch.cuda.synchronize()
+        for graph, stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for whole, total in results:
+            assert torch.equal(whole, reference_gather(joined))
+            assert torch.equal(total, reference_reduce(added.unbind()))
 
 
 def test_what_ranks_cannot_exchange_is_refused():

@@ -12,6 +12,7 @@ from pagewire.kernels import BATCH_DEPENDENT, OP_NAMES
 
 ATTENTION = ("paged_decode", "paged_prefill", "latent_attention", "latent_prefill")
 MIXTURES = ("route", "experts")
+AMONG_RANKS = ("all_reduce", "all_gather")
 QUANTISED = ("fp8_linear", "fp8_experts", "four_bit_experts")
 OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES + QUANTISED)
 
@@ -27,6 +28,7 @@ OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES + Q
         pytest.param(
             OTHERS, {"_linear_kernel", "_draw_kernel", "_move_blocks_kernel"}, id="others"
         ),
+        pytest.param(AMONG_RANKS, {"_all_gather_kernel"}, id="among-ranks"),
         pytest.param(
             (*BATCH_DEPENDENT, "--batch-invariant"),
             {"_attention_kernel", "_product_kernel", "_down_kernel"},

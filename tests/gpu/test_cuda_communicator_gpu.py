@@ -1,0 +1,85 @@
+"""Sums and logits among ranks in processes of their own: on one GPU, and on two."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from pagewire.tests.support.child_process import Remote
+from pagewire.tests.support.exchanging_ranks import Call
+from pagewire.tests.support.gpu_ranks import gpu_ranks
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+PLACES = [
+    pytest.param((0, 0), id="one-gpu"),
+    pytest.param((0, 1), id="two-gpus", marks=TWO_GPUS),
+]
+# A token, some, and more than one round takes; odd and even widths.
+CALLS = [
+    Call(seed, dtype, rows, widths)
+    for dtype in ("float32", "bfloat16")
+    for seed, (rows, widths) in enumerate(
+        [(1, (4096,)), (37, (4096,)), (700, (4096,)), (3, (1,)), (2, (64, 80)), (40, (801, 800))]
+    )
+]
+
+
+def on_all(ranks: list[Remote], method: str, *args: Any) -> list[Any]:
+    """Call a method of all ranks at the same time; return what each returned."""
+    return [reply.wait() for reply in [rank.start(method, *args) for rank in ranks]]
+
+
+@pytest.mark.parametrize("gpus", PLACES)
+def test_results_have_the_bits_of_the_reference(gpus: tuple[int, ...]) -> None:
+    with gpu_ranks(gpus) as ranks:
+        on_all(ranks, "rehearse", CALLS)
+        for _ in range(3):
+            assert on_all(ranks, "run", CALLS) == [[]] * len(gpus)
+        assert on_all(ranks, "missing") == [None] * len(gpus)
+
+
+@pytest.mark.parametrize("gpus", PLACES)
+def test_a_graph_is_replayed_with_other_values(gpus: tuple[int, ...]) -> None:
+    calls = CALLS[:6]
+    with gpu_ranks(gpus) as ranks:
+        on_all(ranks, "rehearse", calls)
+        for _ in range(2):
+            assert on_all(ranks, "replay", calls, range(10)) == [[]] * len(gpus)
+        assert on_all(ranks, "run", calls) == [[]] * len(gpus)
+
+
+@pytest.mark.parametrize("gpus", PLACES)
+def test_a_rank_that_ends_is_named_in_time(gpus: tuple[int, ...]) -> None:
+    calls = CALLS[:1]
+    with gpu_ranks(gpus, timeout_s=1.0) as ranks:
+        on_all(ranks, "rehearse", calls)
+        assert on_all(ranks, "run", calls) == [[]] * len(gpus)
+        ranks[1].child.kill()
+        begin = time.monotonic()
+        assert ranks[0].call("run", calls * 100) == calls * 100
+        assert ranks[0].call("missing") == 1
+        assert time.monotonic() - begin < 10, "it has waited for each sum"
+
+
+@pytest.mark.parametrize("gpus", PLACES)
+def test_closing_frees_the_memory_and_ends_what_waits(gpus: tuple[int, ...]) -> None:
+    calls = CALLS[:1]
+    with gpu_ranks(gpus, timeout_s=100.0) as ranks:
+        on_all(ranks, "rehearse", calls)
+        on_all(ranks, "run", calls)
+        free = on_all(ranks, "close")
+        for _ in range(3):
+            on_all(ranks, "open")
+            assert on_all(ranks, "run", calls) == [[]] * len(gpus)
+            again = on_all(ranks, "close")
+        assert min(again) > min(free) - (4 << 20)
+        on_all(ranks, "open")
+        begin = time.monotonic()
+        ranks[0].call("launch", calls[0])
+        ranks[0].call("close")
+        assert time.monotonic() - begin < 50
