@@ -51,10 +51,23 @@ def receive_buffer(
         PROGRAMS: number of programs that have buffers.
     """
     ITEM: tl.constexpr = dtype.primitive_bitwidth // 8  # bytes of a value
-    FLAGS: tl.constexpr = PROGRAMS * COUNT * 8 // ITEM
+    FLAGS: tl.constexpr = tl.cdiv(PROGRAMS * COUNT * 8, _ALIGNED) * _ALIGNED // ITEM
     PART: tl.constexpr = _ROUND_BYTES // COUNT // _ALIGNED * _ALIGNED // ITEM
     part = (tl.program_id(0) * 2 + (number & 1)) * COUNT + source
     return tl.multiple_of(address.to(tl.pointer_type(dtype)) + (FLAGS + part * PART), 16)
+
+
+@triton.jit
+def flags_of(rank, addresses_ptr, COUNT: tl.constexpr, THREADS: tl.constexpr):
+    """Return the addresses of this program's flags, `[THREADS]`: on other ranks, and on this one.
+
+    Thread t has the flag of rank t % COUNT.
+    """
+    program = tl.program_id(0)
+    source = tl.arange(0, THREADS) % COUNT
+    theirs = tl.load(addresses_ptr + source) + (program * COUNT + rank) * 8
+    own = tl.load(addresses_ptr + rank + source * 0) + (program * COUNT + source) * 8
+    return theirs, own
 
 
 @triton.jit
@@ -64,6 +77,8 @@ def exchange(
     mask,
     number,  # of the program's last round; below 0: it has missed a rank
     rank,
+    theirs,
+    own,
     addresses_ptr,
     state_ptr,
     missing_ptr,
@@ -78,39 +93,43 @@ def exchange(
     """
     if number >= 0:
         number += 1
-        program = tl.program_id(0)
-        threads = tl.arange(0, THREADS)
-        source = threads % COUNT
-        theirs = tl.load(addresses_ptr + source) + (program * COUNT + rank) * 8
-        own = tl.load(addresses_ptr + rank + source * 0) + (program * COUNT + source) * 8
         for step in tl.static_range(1, COUNT):  # each rank begins with another one
             address = tl.load(addresses_ptr + (rank + step) % COUNT)
             buffer = receive_buffer(address, values.dtype, number, rank, COUNT, PROGRAMS)
             tl.store(buffer + lanes, values, mask=mask)
-        numbers = number + tl.zeros([THREADS], tl.int64)
-        _set_flags(theirs, numbers, threads < COUNT, ON_GPU)
-        if _await_flags(own, numbers, source, state_ptr, missing_ptr, THREADS, ON_GPU):
-            number = tl.full([], -1, tl.int64)
+        number = meet(number, theirs, own, state_ptr, missing_ptr, COUNT, THREADS, ON_GPU)
     return number
 
 
 @triton.jit
-def _await_flags(
-    addresses, numbers, source, state_ptr, missing_ptr, THREADS: tl.constexpr, ON_GPU: tl.constexpr
+def meet(
+    number,
+    theirs,
+    own,
+    state_ptr,
+    missing_ptr,
+    COUNT: tl.constexpr,
+    THREADS: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):
-    """Wait for the flags of all ranks; return whether one has not come within the timeout.
+    """End a round in which values have been sent: set flags, and wait for those of all ranks.
+
+    Returns the number of the round, or -1 if a rank has not come within the timeout.
 
     Threads do not read the same at the same time, so that branches only depend on a maximum over
     all of them.
     """
     threads = tl.arange(0, THREADS)
+    source = threads % COUNT
+    numbers = number + tl.zeros([THREADS], tl.int64)
+    _set_flags(theirs, numbers, threads < COUNT, ON_GPU)
     begin = _now(threads, ON_GPU)
     waited = begin * 0
     timeout = begin * 0
     outcome = tl.full([], 1, tl.int32)
     while (outcome > 0) & (outcome < _GAVE_UP):
         timeout = tl.load(state_ptr + threads * 0, volatile=True)  # it may become shorter
-        is_late = _flags(addresses, ON_GPU) < numbers
+        is_late = _flags(own, ON_GPU) < numbers
         waited = _now(threads, ON_GPU) - begin if ON_GPU else waited + _LOOK_NS
         late = 1 + source + tl.where(waited >= timeout, _GAVE_UP, 0)
         outcome = tl.max(tl.where(is_late, late, 0), axis=0)
@@ -120,7 +139,8 @@ def _await_flags(
         missing = outcome - _GAVE_UP + numbers * 0
         tl.store(missing_ptr + threads * 0, missing, mask=(threads == 0) & (timeout > 0))
         tl.store(state_ptr + threads * 0, numbers * 0, mask=threads == 0)
-    return outcome > 0
+        number = tl.full([], -1, tl.int64)
+    return number
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
-from pagewire.kernels._rank_exchange import exchange, receive_buffer
+from pagewire.kernels._rank_exchange import exchange, flags_of, receive_buffer
 from pagewire.kernels.all_reduce import DTYPES, LEAST_BLOCK, block_of, warps_of
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.rank_memory import RankMemory
@@ -60,6 +60,7 @@ def _all_gather_kernel(
 ):
     lanes = tl.arange(0, BLOCK)
     own = tl.load(addresses_ptr + rank)
+    theirs, flags = flags_of(rank, addresses_ptr, COUNT, THREADS)
     await_predecessor(OVERLAPS)
     number = tl.load(state_ptr + 1 + tl.program_id(0))
     for item in tl.range(tl.program_id(0), rows * parts, tl.num_programs(0)):
@@ -73,6 +74,8 @@ def _all_gather_kernel(
             mask,
             number,
             rank,
+            theirs,
+            flags,
             addresses_ptr,
             state_ptr,
             missing_ptr,

@@ -16,7 +16,7 @@ import torch
 # What each receives in a round from all ranks, at most. Both are to be measured.
 PROGRAMS = 64
 ROUND_BYTES = 64 << 10
-ALIGNED = 512  # bytes, of a receive buffer
+ALIGNED = 512  # bytes, of which receive buffers begin at a multiple
 
 _FLAG_BYTES = 8
 
@@ -56,7 +56,8 @@ def part_bytes(count: int) -> int:
 
 def buffer_bytes(count: int, programs: int = PROGRAMS) -> int:
     """Return the size of a rank's buffer, which must be zeros before another rank writes."""
-    return programs * count * (_FLAG_BYTES + 2 * part_bytes(count))
+    flags = -(-programs * count * _FLAG_BYTES // ALIGNED) * ALIGNED
+    return flags + programs * 2 * count * part_bytes(count)
 
 
 def make_rank_memory(

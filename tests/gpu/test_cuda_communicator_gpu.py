@@ -1,4 +1,4 @@
-"""Sums and logits among ranks in processes of their own: on one GPU, and on two."""
+"""Sums and logits among ranks in processes of their own, on one GPU and on two."""
 
 from __future__ import annotations
 
@@ -17,16 +17,20 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 PLACES = [
     pytest.param((0, 0), id="one-gpu"),
+    pytest.param((0, 0, 0), id="three-ranks-on-one-gpu"),
     pytest.param((0, 1), id="two-gpus", marks=TWO_GPUS),
 ]
-# A token, some, and more than one round takes; odd and even widths.
-CALLS = [
-    Call(seed, dtype, rows, widths)
-    for dtype in ("float32", "bfloat16")
-    for seed, (rows, widths) in enumerate(
-        [(1, (4096,)), (37, (4096,)), (700, (4096,)), (3, (1,)), (2, (64, 80)), (40, (801, 800))]
-    )
-]
+
+
+def calls_of(count: int) -> list[Call]:
+    """Return sums of a token, of some, and of more than a round takes; odd and even widths."""
+    shapes = [(1, (4096,)), (37, (4096,)), (700, (4096,)), (3, (1,))]
+    shapes += [(2, (64, 80, 96)[:count]), (40, (801, 801, 800)[-count:])]
+    return [
+        Call(seed, dtype, rows, widths)
+        for dtype in ("float32", "bfloat16")
+        for seed, (rows, widths) in enumerate(shapes)
+    ]
 
 
 def on_all(ranks: list[Remote], method: str, *args: Any) -> list[Any]:
@@ -36,16 +40,17 @@ def on_all(ranks: list[Remote], method: str, *args: Any) -> list[Any]:
 
 @pytest.mark.parametrize("gpus", PLACES)
 def test_results_have_the_bits_of_the_reference(gpus: tuple[int, ...]) -> None:
+    calls = calls_of(len(gpus))
     with gpu_ranks(gpus) as ranks:
-        on_all(ranks, "rehearse", CALLS)
+        on_all(ranks, "rehearse", calls)
         for _ in range(3):
-            assert on_all(ranks, "run", CALLS) == [[]] * len(gpus)
+            assert on_all(ranks, "run", calls) == [[]] * len(gpus)
         assert on_all(ranks, "missing") == [None] * len(gpus)
 
 
 @pytest.mark.parametrize("gpus", PLACES)
 def test_a_graph_is_replayed_with_other_values(gpus: tuple[int, ...]) -> None:
-    calls = CALLS[:6]
+    calls = calls_of(len(gpus))[:6]
     with gpu_ranks(gpus) as ranks:
         on_all(ranks, "rehearse", calls)
         for _ in range(2):
@@ -55,20 +60,21 @@ def test_a_graph_is_replayed_with_other_values(gpus: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("gpus", PLACES)
 def test_a_rank_that_ends_is_named_in_time(gpus: tuple[int, ...]) -> None:
-    calls = CALLS[:1]
+    calls = calls_of(len(gpus))[:1]
     with gpu_ranks(gpus, timeout_s=1.0) as ranks:
         on_all(ranks, "rehearse", calls)
         assert on_all(ranks, "run", calls) == [[]] * len(gpus)
-        ranks[1].child.kill()
+        lost = ranks.pop()
+        lost.child.kill()
         begin = time.monotonic()
-        assert ranks[0].call("run", calls * 100) == calls * 100
-        assert ranks[0].call("missing") == 1
+        assert on_all(ranks, "run", calls * 100) == [calls * 100] * len(ranks)
+        assert on_all(ranks, "missing") == [len(ranks)] * len(ranks)
         assert time.monotonic() - begin < 10, "it has waited for each sum"
 
 
 @pytest.mark.parametrize("gpus", PLACES)
 def test_closing_frees_the_memory_and_ends_what_waits(gpus: tuple[int, ...]) -> None:
-    calls = CALLS[:1]
+    calls = calls_of(len(gpus))[:1]
     with gpu_ranks(gpus, timeout_s=100.0) as ranks:
         on_all(ranks, "rehearse", calls)
         on_all(ranks, "run", calls)

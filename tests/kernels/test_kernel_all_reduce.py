@@ -32,7 +32,8 @@ def calls_of(count, dtype):
     name = str(dtype).removeprefix("torch.")
     added = [sums(seed, size, name) for seed, size in enumerate(SIZES)]
     joined = [Call(100 + rows, name, rows, JOINED[count]) for rows in (1, 3)]
-    return [*added, *joined, *added[:2], Call(7, name, 3, (600,))]
+    two_shot = [Call(200, name, 1, (size,), 0) for size in (5, 3000, 4 * 7 * 1024 + 5)]
+    return [*added, *joined, *two_shot, *added[:2], Call(7, name, 3, (600,))]
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pagewire.kernels.all_gather import Columns, all_gather
-from pagewire.kernels.all_reduce import all_reduce
+from pagewire.kernels.all_reduce import ONE_SHOT_BYTES, all_reduce
 from pagewire.kernels.rank_memory import RankMemory, buffer_bytes, make_rank_memory
 from pagewire.kernels.reference.all_gather import all_gather as reference_gather
 from pagewire.kernels.reference.all_reduce import all_reduce as reference_reduce
@@ -35,6 +35,7 @@ class Call(NamedTuple):
     dtype: str
     rows: int
     widths: tuple[int, ...]  # one: a sum
+    one_shot_bytes: int = ONE_SHOT_BYTES
 
     def parts(self, count: int) -> list[torch.Tensor]:
         """Return the values of all ranks, on the CPU; magnitudes differ, so that order counts."""
@@ -53,7 +54,7 @@ class Call(NamedTuple):
 
     def run(self, x: torch.Tensor, memory: RankMemory) -> torch.Tensor:
         if len(self.widths) == 1:
-            return all_reduce(x, memory)
+            return all_reduce(x, memory, self.one_shot_bytes)
         return all_gather(x, Columns.of(self.widths, x.device), memory)
 
 
