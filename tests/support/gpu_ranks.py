@@ -44,9 +44,11 @@ class GpuRank:
             self.control, self.device, self.count, self.timeout_s
         )
 
-    def close(self) -> int:
-        """Close it; return how many bytes of the GPU are free then."""
+    def close(self) -> None:
         self.communicator.close()
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of the GPU are free."""
         return torch.cuda.mem_get_info(self.device)[0]
 
     def rehearse(self, calls: Sequence[Call]) -> None:

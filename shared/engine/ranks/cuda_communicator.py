@@ -153,7 +153,7 @@ def open_cuda_communicator(
         _exchange(control, _Offer(offer.gpu, problem=problem))
         memory = make_rank_memory(control.rank, addresses, device, timeout_s)
         alone = make_rank_memory(control.rank, [own] * count, device, 0.0)
-        undo.callback(_end_kernels, memory)
+        undo.callback(_Stop(memory))
         torch.cuda.synchronize(device)
         return CudaCommunicator(control, device, memory, timeout_s, alone, undo.pop_all())
 
@@ -210,14 +210,22 @@ def _exchange(control: SocketCommunicator, offer: _Offer) -> list[_Offer]:
     return offers
 
 
-def _end_kernels(memory: RankMemory) -> None:
-    """Have waiting kernels give up, and wait for the device."""
-    device = memory.state.device
-    with suppress(RuntimeError), torch.cuda.device(device):  # the device may have failed
-        with torch.cuda.stream(torch.cuda.Stream(device)):
-            zero = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-            memory.state[:1].copy_(zero, non_blocking=True)
-        torch.cuda.synchronize(device)
+class _Stop:
+    """Has waiting kernels give up, and waits for the device.
+
+    All that this needs is allocated before, since an allocation may wait for the kernels.
+    """
+
+    def __init__(self, memory: RankMemory) -> None:
+        self._timeout = memory.state[:1]
+        self._stream = torch.cuda.Stream(self._timeout.device)
+        self._zero = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+
+    def __call__(self) -> None:
+        with suppress(RuntimeError):  # the device may have failed
+            with torch.cuda.stream(self._stream):
+                self._timeout.copy_(self._zero, non_blocking=True)
+            torch.cuda.synchronize(self._timeout.device)
 
 
 def _free(buffer: torch.Tensor) -> None:
