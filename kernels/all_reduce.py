@@ -21,6 +21,7 @@ from pagewire.kernels.rank_memory import RankMemory, part_bytes
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ONE_SHOT_BYTES = 1 << 20  # to be measured
 LEAST_BLOCK = 1024  # values
+_UNIT = 16
 _VALUES_A_THREAD = 8  # unless there are too many
 _MOST_WARPS = 16
 
@@ -37,23 +38,25 @@ def _sum(x, lanes, mask, number, rank, own, COUNT: tl.constexpr, PROGRAMS: tl.co
     return total.to(x.dtype)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "units"])
 def _all_reduce_kernel(
     x_ptr,  # [size], replaced by the sums
     addresses_ptr,
     state_ptr,
     missing_ptr,
     rank,
-    size,
+    units,  # size / UNIT
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
     THREADS: tl.constexpr,
+    UNIT: tl.constexpr,  # values
     OVERLAPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    size = units * UNIT
     own = tl.load(addresses_ptr + rank)
     theirs, flags = flags_of(rank, addresses_ptr, COUNT, THREADS)
     await_predecessor(OVERLAPS)
@@ -82,23 +85,25 @@ def _all_reduce_kernel(
     tl.store(state_ptr + 1 + program, number)
 
 
-@triton.jit(do_not_specialize=["rank"])
+@triton.jit(do_not_specialize=["rank", "units"])
 def _two_shot_kernel(
     x_ptr,  # [size], replaced by the sums
     addresses_ptr,
     state_ptr,
     missing_ptr,
     rank,
-    size,
+    units,  # size / UNIT
     COUNT: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,  # values that a rank adds up at once
     THREADS: tl.constexpr,
+    UNIT: tl.constexpr,  # values
     OVERLAPS: tl.constexpr,
     ON_GPU: tl.constexpr,
 ):
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
+    size = units * UNIT
     own = tl.load(addresses_ptr + rank)
     theirs, flags = flags_of(rank, addresses_ptr, COUNT, THREADS)
     await_predecessor(OVERLAPS)
@@ -182,17 +187,19 @@ def all_reduce(
     kernel, parts = (_all_reduce_kernel, 1) if is_one_shot else (_two_shot_kernel, count)
     block = block_of(triton.cdiv(size, parts), x.element_size(), memory)
     warps = warps_of(block)
+    unit = _UNIT if x.shape[-1] % _UNIT == 0 else 1  # the same for any number of rows
     kernel[(min(memory.num_programs, triton.cdiv(size, block * parts)),)](
         x,
         memory.addresses,
         memory.state,
         memory.missing,
         memory.rank,
-        size,
+        size // unit,
         COUNT=count,
         PROGRAMS=memory.num_programs,
         BLOCK=block,
         THREADS=32 * warps,
+        UNIT=unit,
         ON_GPU=x.device.type == "cuda",
         num_warps=warps,
         **overlap_options(x.device, len(x)),

@@ -24,7 +24,8 @@ PLACES = [
 
 def calls_of(count: int) -> list[Call]:
     """Return sums of a token, of some, and of more than a round takes; odd and even widths."""
-    shapes = [(1, (4096,)), (37, (4096,)), (700, (4096,)), (3, (1,))]
+    shapes: list[tuple[int, tuple[int, ...]]] = [(rows, (4096,)) for rows in (1, 37, 700)]
+    shapes += [(3, (1,))]
     shapes += [(2, (64, 80, 96)[:count]), (40, (801, 801, 800)[-count:])]
     return [
         Call(seed, dtype, rows, widths)
