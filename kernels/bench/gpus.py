@@ -102,8 +102,11 @@ def _row(
     x = torch.randn(size // (HIDDEN * DTYPE.itemsize), HIDDEN, device=device, dtype=DTYPE)
     parts = [torch.empty_like(x) for _ in range(group.size())]
     dist.all_gather(parts, x)
-    if not torch.equal(all_reduce(x, memory), plain.all_reduce(parts)):
-        return row | {"wrong": f"missing rank: {int(memory.missing) - 1}"}
+    is_right = torch.equal(all_reduce(x, memory), plain.all_reduce(parts))
+    all_are_right = torch.tensor(int(is_right), device=device)
+    dist.all_reduce(all_are_right, dist.ReduceOp.MIN)
+    if not all_are_right:
+        return row | {"wrong": f"on rank {group.rank()}" if not is_right else "on another rank"}
     shared = symmetric.empty(x.shape, dtype=DTYPE, device=device).zero_()
     symmetric.rendezvous(shared, group.group_name)
     one_shot = torch.ops.symm_mem.one_shot_all_reduce
