@@ -107,6 +107,8 @@ class _StreamRank:
     def __init__(self, rank: Rank, pool: ThreadPoolExecutor) -> None:
         self._rank, self._pool = rank, pool
         self._stream = torch.cuda.Stream(rank.device)
+        with torch.cuda.stream(self._stream):  # later, an allocation could wait for another rank
+            torch.empty(1, device=rank.device)
 
     def start(self, method: str, *args: Any) -> _Result:
         return _Result(self._pool.submit(self._run, method, *args))
@@ -176,8 +178,8 @@ def compile_kernels(device: str, count: int, programs: int, calls: Sequence[Call
         return
     size = buffer_bytes(count, programs)
     buffers = [torch.zeros(size, dtype=torch.uint8, device=device)] * count
-    view = rank_views(buffers, torch.device(device), 0.0, programs)[0]
-    Rank(view).run(calls)
+    for view in rank_views(buffers, torch.device(device), 0.0, programs):
+        Rank(view).run(calls)
 
 
 def start_all(
