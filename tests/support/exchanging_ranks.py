@@ -26,6 +26,7 @@ from pagewire.tests.support.interpreter import keep_look_ups
 
 PAGE = mmap.PAGESIZE
 WAIT_S = 100.0
+GPU_S = 20.0
 
 
 class Call(NamedTuple):
@@ -151,7 +152,8 @@ def exchanging_ranks(
         device: of all ranks; on the CPU, each is a process.
         path: of a file that they share then.
         count: number of ranks.
-        timeout_s: how long a kernel waits for another rank; in the interpreter, its looks count.
+        timeout_s: how long a kernel waits for another rank, on a GPU at most `GPU_S`; in the
+            interpreter, its looks count.
         programs: of a launch at most.
     """
     size = buffer_bytes(count, programs)
@@ -168,7 +170,7 @@ def exchanging_ranks(
         buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(count)]
         pool = stack.enter_context(ThreadPoolExecutor(count))
         torch.cuda.synchronize()
-        views = rank_views(buffers, torch.device(device), timeout_s, programs)
+        views = rank_views(buffers, torch.device(device), min(timeout_s, GPU_S), programs)
         yield [_StreamRank(Rank(view, buffers), pool) for view in views]
 
 
