@@ -108,7 +108,6 @@ def _run(rank: int, pipe: RankPipe, memory_fd: int, control: SocketCommunicator)
     control.patience_s = setup.patience_s
     pipe.send(encode(Ready()))
     run_plans(pipe, runner, RankMover(rank, runner, memory_fd), communicator)
-    communicator.close()  # after an error, the process's end frees everything at once
 
 
 class RankLabel(logging.Filter):

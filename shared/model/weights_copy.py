@@ -201,6 +201,8 @@ class _GpuCopier:
     """Reads into pinned buffers in turn, and copies them on its own stream."""
 
     def __init__(self, device: torch.device) -> None:
+        # Of this thread. To switch to another GPU and back would take memory on that one, too.
+        torch.cuda.set_device(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
         # Queued kernels may still use memory that now belongs to a target.

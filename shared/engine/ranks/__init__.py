@@ -8,11 +8,12 @@ The process of the scheduler is rank 0, so that with one rank nothing is sent, a
 result is: all ranks compute the same logits and sample the same tokens, because sampling depends
 only on seed and position. Rank 0's are the result, without a hop to another process and back.
 
-    messages.py      what passes between rank 0 and another rank, and how it is encoded
-    group.py         starts the other ranks, waits for them, says why one is lost, ends them
-    communicator.py  sums and logits among ranks on CPUs; cuda_communicator.py: on GPUs
-    executor.py      the executor over all ranks, and the comparison of what they sample
-    moves.py         moves of KV blocks, of which each rank moves its part
+    messages.py           what passes between rank 0 and another rank, and how it is encoded
+    group.py              starts the other ranks, waits for them, says why one is lost, ends them
+    communicator.py       sums and logits among ranks on CPUs; all ranks meet over its sockets
+    gpu_communicator.py   those among ranks on GPUs, and of a rank alone while it loads
+    executor.py           the executor over all ranks, and the comparison of what they sample
+    moves.py              moves of KV blocks, of which each rank moves its part
 
 `shared/engine/rank_process.py` is the program of the other ranks.
 
