@@ -15,7 +15,7 @@ import logging
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -23,11 +23,14 @@ from unittest.mock import Mock
 import torch
 from triton import knobs
 
+from pagewire.kernels.all_gather import Columns
+from pagewire.kernels.rank_memory import make_rank_memory
 from pagewire.shared.engine.execution.builds import Builds, count_kernels
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.kernel_choice import choose_ops
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.communicator import SocketCommunicator
+from pagewire.shared.engine.ranks.cuda_communicator import CudaCommunicator
 from pagewire.shared.engine.ranks.gpu_communicator import GpuCommunicator
 from pagewire.shared.engine.warm_up import prepare_ranks
 from pagewire.shared.kv.storage import allocate_pool
@@ -43,14 +46,23 @@ CPU = torch.device("cpu")
 SECOND_OF_TWO = Shard(1, 2)
 
 
-@dataclass(slots=True, eq=False)
 class LoneCommunicator(GpuCommunicator):
-    """Is alone even after it has joined, from when on builds count as late."""
+    """Joins nobody; from then on builds count as late."""
 
-    builds: Builds = field(default_factory=Builds)
+    def __init__(self, vocab_size: int, builds: Builds) -> None:
+        super().__init__(Mock(SocketCommunicator), 2, vocab_size)
+        cuts = [Shard(rank, 2).cut(vocab_size, "vocab_size") for rank in range(2)]
+        columns = Columns.of(tuple(cut.count for cut in cuts), CPU)
+        memory, alone = (make_rank_memory(1, [0, 0], CPU, 5.0) for _ in range(2))
+        own = {columns.widths[1]: columns}
+        self._opened = CudaCommunicator(
+            self.control, CPU, memory, 5.0, alone, ExitStack(), _columns=own
+        )
+        self._builds = builds
 
     def join(self) -> None:
-        self.builds.record_ready()
+        super().join()
+        self._builds.record_ready()
 
 
 class UncountedReruns(Reruns):
@@ -74,7 +86,7 @@ def late_kernels(launches: Launches, shape: dict[str, Any]) -> int:
         (Path(directory) / "config.json").write_text(json.dumps(shape))
         config = load_config(Path(directory))
     dtype, builds = torch.bfloat16, Builds()
-    communicator = LoneCommunicator(Mock(SocketCommunicator), 2, config.vocab_size, builds=builds)
+    communicator = LoneCommunicator(config.vocab_size, builds)
     ops = choose_ops("triton", CPU)
     parts: dict[str, Any] = {"shard": SECOND_OF_TWO, "communicator": communicator}
     model = load_model(None, config, CPU, dtype, ops, "dummy", CONTEXT, **parts)

@@ -61,14 +61,15 @@ def inspect_machine() -> Machine:
         return Machine(cores, gpus)
     installed = _installed_gpus()
     free = tuple(installed[name].free if name in installed else 1.0 for name in gpus)
-    places = {installed[name].number: place for place, name in enumerate(gpus) if name in installed}
-    linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 1 else ()
-    links = {
-        (min(places[one], places[other]), max(places[one], places[other]))
-        for one, other in linked
-        if one in places and other in places
-    }
-    return Machine(cores, gpus, free, frozenset(links))
+    return Machine(cores, gpus, free, _links([installed.get(name) for name in gpus]))
+
+
+def _links(gpus: Sequence[_Gpu | None]) -> frozenset[tuple[int, int]]:
+    """Return which of these GPUs have NVLink between them, by their places in the sequence."""
+    places = {gpu.number: place for place, gpu in enumerate(gpus) if gpu is not None}
+    linked = nvlinks(_nvidia_smi("topo", "-m")) if len(places) > 1 else []
+    pairs = ((places[one], places[other]) for one, other in linked if {one, other} <= places.keys())
+    return frozenset((min(pair), max(pair)) for pair in pairs)
 
 
 def visible_gpus(count: int, visible: str | None) -> tuple[str, ...]:

@@ -11,7 +11,8 @@ only on seed and position. Rank 0's are the result, without a hop to another pro
     messages.py           what passes between rank 0 and another rank, and how it is encoded
     group.py              starts the other ranks, waits for them, says why one is lost, ends them
     communicator.py       sums and logits among ranks on CPUs; all ranks meet over its sockets
-    gpu_communicator.py   those among ranks on GPUs, and of a rank alone while it loads
+    cuda_communicator.py  those among ranks on GPUs
+    gpu_communicator.py   those of a rank on a GPU, which is alone while it loads
     executor.py           the executor over all ranks, and the comparison of what they sample
     moves.py              moves of KV blocks, of which each rank moves its part
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class GpuCommunicator:
     """The `RankCommunicator` of a rank whose model is on a GPU.
 
-    Before `join` nothing crosses: a sum is this rank's part, and the logits of others are 0.
+    Before `join` no value crosses: a sum is this rank's part, and the logits of others are 0. But
+    the kernels of sums are compiled.
 
     Attributes:
         control: the sockets to the other ranks.
@@ -44,6 +45,7 @@ class GpuCommunicator:
             ConfigError: the GPUs cannot be connected.
             RankError: a rank is lost.
         """
+        # Here: it imports Triton, which is not everywhere.
         from pagewire.shared.engine.ranks.cuda_communicator import open_cuda_communicator
 
         self.control.meet()
@@ -71,15 +73,21 @@ class GpuCommunicator:
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum over the ranks, added in their order."""
-        return x if self._joined is None else self._joined.reduce(x)
+        if self._joined is not None:
+            return self._joined.reduce(x)
+        if self._opened is not None:
+            self._opened.rehearse_reduce(x)
+        return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits `[N, vocab_size]` of each rank's `[N, n]`."""
-        if self._joined is None:
-            logits = x.new_zeros(len(x), self.vocab_size)
-            logits[:, : x.shape[1]] = x
-            return logits
-        return self._joined.gather(x)
+        if self._joined is not None:
+            return self._joined.gather(x)
+        if self._opened is not None:
+            self._opened.rehearse_gather(x)
+        logits = x.new_zeros(len(x), self.vocab_size)
+        logits[:, : x.shape[1]] = x
+        return logits
 
     def check(self) -> None:
         """Check that a step that has ended has waited for no rank in vain.
