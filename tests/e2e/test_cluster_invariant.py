@@ -45,6 +45,7 @@ class Served:
     cluster: LocalCluster
     model: str
     name: str
+    ranks: int
 
 
 def write_experts(path: Path) -> str:
@@ -55,7 +56,7 @@ def write_experts(path: Path) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="module", params=["demo", "experts"])
+@pytest.fixture(scope="module", params=["demo", "experts", "two-ranks"])
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
@@ -72,14 +73,17 @@ def served(
         "--max-num-batched-tokens",
         "50",
     )
+    ranks = 2 if request.param == "two-ranks" else 1
+    options += ("--tensor-parallel-size", str(ranks))
     # Under prediction prefill workers decode, too, and decode workers compute prompts.
     env = PREDICTED if request.param == "demo" else BY_PREFIX
     with local_cluster(*options, env=env) as running:
-        yield Served(running, model, name)
+        yield Served(running, model, name, ranks)
 
 
 def offline_answers(served: Served) -> list[Answer]:
-    llm = LLM(served.model, device="cpu", dtype=DTYPE, batch_invariant=True)
+    settings = {"device": "cpu", "dtype": DTYPE, "batch_invariant": True}
+    llm = LLM(served.model, tensor_parallel_size=served.ranks, **settings)
     asked = [
         SamplingParams(temperature=0.9, seed=seed, max_tokens=TOKENS, ignore_eos=True, logprobs=0)
         for seed in range(len(PROMPTS))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,8 +16,10 @@ import pytest
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.engine.ranks.group import PROGRAM
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.aio import run_async, wait_until
 from pagewire.tests.support.local_cluster import LocalCluster, complete_all, local_cluster
+from pagewire.tests.support.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -45,9 +49,9 @@ def truth() -> list[list[int]]:
     return [output.token_ids for output in llm.generate(PROMPTS, asked)]
 
 
-async def tokens_of(cluster: LocalCluster) -> list[list[int]]:
+async def tokens_of(cluster: LocalCluster, model: str = "pagewire-demo") -> list[list[int]]:
     bodies = [
-        {"model": "pagewire-demo", "prompt": prompt, "return_token_ids": True, **params_of(index)}
+        {"model": model, "prompt": prompt, "return_token_ids": True, **params_of(index)}
         for index, prompt in enumerate(PROMPTS)
     ]
     answers = await complete_all(cluster.url, bodies, len(bodies))
@@ -110,13 +114,14 @@ def test_requests_move_when_a_rank_is_lost(
     cluster.wait_whole()
 
 
-@pytest.mark.parametrize(("prefill_ranks", "decode_ranks"), [(1, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("prefill_ranks", "decode_ranks", "transport"), [(1, 2, "zmq"), (2, 1, "zmq"), (2, 2, "ucx")]
+)
 def test_kv_blocks_cross_between_different_numbers_of_ranks(
-    prefill_ranks: int, decode_ranks: int, truth: list[list[int]]
+    prefill_ranks: int, decode_ranks: int, transport: str, truth: list[list[int]]
 ) -> None:
-    workers = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(decode_ranks))
-    ranks = ("--prefill-tensor-parallel-size", str(prefill_ranks))
-    with local_cluster(*workers, *ranks, *OPTIONS) as cluster:
+    options = (*ranks_options(prefill_ranks, decode_ranks), "--kv-transport", transport)
+    with local_cluster(*options) as cluster:
         cluster.wait_whole()
         assert [each["ranks"] for each in cluster.health()["services"]] == [
             prefill_ranks,
@@ -124,6 +129,28 @@ def test_kv_blocks_cross_between_different_numbers_of_ranks(
         ]
         assert run_async(tokens_of(cluster), 120) == truth
         check_blocks_crossed(cluster)
+        links = [link for each in cluster.health()["services"] for link in each["links"]]
+        assert {link["transport"] for link in links} == {transport}
+
+
+def test_kv_blocks_cross_from_two_ranks_to_four(tmp_path: Path) -> None:
+    """The demo model's heads cannot be shared by four."""
+    path = tmp_path / "tiny"
+    write_tiny_model(path, "llama", "groups-of-1-tied", vocab_size=2048)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model_path() / name, path / name)
+    llm = LLM(path, device="cpu", dtype="float32")
+    asked = [SamplingParams(**params_of(index)) for index in range(len(PROMPTS))]
+    expected = [output.token_ids for output in llm.generate(PROMPTS, asked)]
+    with local_cluster("--model", str(path), *ranks_options(2, 4)) as cluster:
+        assert run_async(tokens_of(cluster, "tiny"), 120) == expected
+        received = cluster.total("pagewire_kv_transfer_bytes_total")
+        assert received > sum(len(prompt) // 16 * 16 for prompt in PROMPTS) * 3 * 2 * 48 * 4
+
+
+def ranks_options(prefill_ranks: int, decode_ranks: int) -> tuple[str, ...]:
+    workers = ("--prefill", "1", "--decode", "1", "--tensor-parallel-size", str(decode_ranks))
+    return (*workers, "--prefill-tensor-parallel-size", str(prefill_ranks), *OPTIONS)
 
 
 def test_no_rank_outlives_its_cluster() -> None:
