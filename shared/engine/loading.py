@@ -95,44 +95,30 @@ def load_part(
     check_kv_dtype(config, ops, device)
     if ops.backend == "triton":
         count_kernels()
-    communicator: RankCommunicator | None = control
-    if control is not None and device.type == "cuda":
-        communicator = GpuCommunicator(control, shard.count, config.vocab_size)
+    communicator = _communicator(control, device, shard.count, config.vocab_size)
     progress("loading weights")
     if isinstance(config, TransformersConfig):
-        if shard.count > 1:
-            raise ConfigError("transformers' code runs on one rank: leave --tensor-parallel-size 1")
         settings = settings.model_copy(update={"cuda_graphs": False})
         model = _load_by_transformers(path, config, device, dtype, ops, settings)
     else:
-        model = load_model(
-            path,
-            config,
-            device,
-            dtype,
-            ops,
-            settings.load_format,
-            full_model_len,
-            progress,
-            shard=shard,
-            communicator=communicator,
-        )
+        how = settings.load_format, full_model_len, progress, shard, communicator
+        model = load_model(path, config, device, dtype, ops, *how)
     settle_threads(model, device, shard.count)
     layout = config.kv_layout(settings.block_size, str(dtype).removeprefix("torch."), shard)
     if communicator is not None:
         communicator.open(device)
     return ModelPart(
-        settings=settings,
-        path=path,
-        config=config,
-        device=device,
-        dtype=dtype,
-        ops=ops,
-        model=model,
-        layout=layout,
-        full_model_len=full_model_len,
-        communicator=communicator,
+        settings, path, config, device, dtype, ops, model, layout, full_model_len, communicator
     )
+
+
+def _communicator(
+    control: SocketCommunicator | None, device: torch.device, count: int, vocab_size: int
+) -> RankCommunicator | None:
+    """Return what adds up the ranks' parts on this device; None with one rank."""
+    if control is None or device.type == "cpu":
+        return control
+    return GpuCommunicator(control, count, vocab_size)
 
 
 def _load_by_transformers(
@@ -143,6 +129,8 @@ def _load_by_transformers(
     ops: Ops,
     settings: EngineSettings,
 ) -> LoadedModel:
+    if settings.tensor_parallel_size > 1:
+        raise ConfigError("transformers' code runs on one rank: leave --tensor-parallel-size 1")
     require_transformers()
     from pagewire.shared.model.transformers_model.load import load_transformers_model
 

@@ -15,6 +15,7 @@ only on seed and position. Rank 0's are the result, without a hop to another pro
     gpu_communicator.py   those of a rank on a GPU, which is alone while it loads
     executor.py           the executor over all ranks, and the comparison of what they sample
     moves.py              moves of KV blocks, of which each rank moves its part
+    shared_staging.py     the memory from and to which all ranks move them
 
 `shared/engine/rank_process.py` is the program of the other ranks.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import select
 import signal
@@ -18,13 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from pagewire.shared.base.errors import (
-    BlamelessRankError,
-    ConfigError,
-    PagewireError,
-    RankError,
-    TransferError,
-)
+from pagewire.shared.base.errors import BlamelessRankError, ConfigError, PagewireError, RankError
 from pagewire.shared.base.logs import LogForm
 from pagewire.shared.engine.ranks.communicator import (
     STEP_S,
@@ -40,10 +33,9 @@ from pagewire.shared.engine.ranks.messages import (
     Ready,
     Report,
     Setup,
-    Stage,
     encode,
 )
-from pagewire.shared.kv.device_memory import allocate, export_handle
+from pagewire.shared.engine.ranks.shared_staging import allocate_shared
 from pagewire.shared.model.shard import Shard
 from pagewire.shared.model.source import resolve_model
 from pagewire.shared.settings.config import EngineSettings, WorkerSettings
@@ -219,19 +211,8 @@ class RankGroup:
             ConfigError: it cannot be allocated.
             RankError: a rank is lost.
         """
-        handle = b""
-        try:
-            if device.type == "cuda":
-                memory = allocate((num_bytes,), device)
-                handle = export_handle(memory)
-            else:
-                os.ftruncate(self.memory_fd, num_bytes)
-                memory = shared_memory(self.memory_fd, num_bytes)
-        except (OSError, TransferError) as exc:
-            raise ConfigError(
-                f"cannot allocate {num_bytes >> 20} MiB for KV staging: {exc}"
-            ) from exc
-        self.send(encode(Stage(num_bytes, handle)))
+        memory, command = allocate_shared(self.memory_fd, num_bytes, device)
+        self.send(encode(command))
         return memory
 
     def has_news(self) -> bool:
@@ -329,11 +310,6 @@ class RankGroup:
         if failure.is_config:
             return ConfigError(error)
         return BlamelessRankError(error) if failure.is_blameless else RankError(error)
-
-
-def shared_memory(fd: int, num_bytes: int) -> torch.Tensor:
-    """Map a file into memory, as uint8; it stays mapped while the tensor lives."""
-    return torch.frombuffer(mmap.mmap(fd, num_bytes), dtype=torch.uint8)
 
 
 def start_ranks(settings: EngineSettings) -> RankGroup:

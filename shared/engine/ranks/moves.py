@@ -23,9 +23,8 @@ from pagewire.shared.base.errors import RankError, TransferError
 from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.executor import OthersMove, RanksExecutor
-from pagewire.shared.engine.ranks.group import shared_memory
 from pagewire.shared.engine.ranks.messages import Moved, Pack, Stage, Unpack
-from pagewire.shared.kv.device_memory import mapped
+from pagewire.shared.engine.ranks.shared_staging import map_shared
 from pagewire.shared.kv.packing import part_bytes
 
 POLL_S = 0.0001
@@ -168,11 +167,7 @@ class RankMover:
         Raises:
             TransferError: rank 0's memory cannot be mapped.
         """
-        if command.handle:
-            device = self.runner.kv_pool.device
-            self._memory = mapped(command.handle, command.num_bytes, device)
-        else:
-            self._memory = shared_memory(self.memory_fd, command.num_bytes)
+        self._memory = map_shared(command, self.memory_fd, self.runner.kv_pool.device)
 
     def move(self, command: Pack) -> None:
         """Launch the move of this rank's part.

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import torch
 
 from pagewire.shared.base.errors import RankError
 from pagewire.shared.engine.execution.block_mover import PendingMove
@@ -68,6 +69,7 @@ class SlowDevice:
     moves: list[Event] = field(default_factory=list)
     done: list[str] = field(default_factory=list)
     launched: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    kv_pool: torch.Tensor = field(default_factory=lambda: torch.zeros(1))
 
     def execute(self, plan: StepPlan) -> Event:
         self._launch(f"step {plan.number}")
