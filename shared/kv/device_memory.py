@@ -110,13 +110,18 @@ def map_handle(handle: bytes, device: torch.device) -> int:
 def mapped(handle: bytes, nbytes: int, device: torch.device) -> torch.Tensor:
     """Return another process's memory, uint8 `[nbytes]`, for kernels of this device.
 
-    It stays mapped while this process runs. torch may say that it is on the other GPU.
+    It stays mapped while this process runs. The tensor may be of the GPU that has the memory.
 
     Raises:
         TransferError: it cannot be mapped; has the name of CUDA's error.
     """
     address = map_handle(handle, device)
-    return torch.as_tensor(DeviceBytes(address, (nbytes,)))
+    owner = int(_call_on(device, "cudaPointerGetAttributes", address).device)
+    # With another device than CUDA's, or with none, torch would return a copy.
+    memory = torch.as_tensor(DeviceBytes(address, (nbytes,)), device=torch.device("cuda", owner))
+    if memory.data_ptr() != address:
+        raise TransferError(f"torch cannot use memory of GPU {owner} that is mapped")
+    return memory
 
 
 def unmap(address: int, device: torch.device) -> None:
