@@ -20,8 +20,8 @@ _COMMANDS = (
 )
 
 _NO_PARALLEL = (
-    "several GPUs share a model's layers, --tensor-parallel-size N, or requests, by more workers: "
-    "--prefill N and --decode N"
+    "GPUs share each layer of a model (--tensor-parallel-size N), or share requests as more "
+    "workers (--prefill N and --decode N)"
 )
 _ALWAYS = "this is always on: leave it out"
 _NO_DRAFTS = "there is no speculative decoding"
