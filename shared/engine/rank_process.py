@@ -27,7 +27,7 @@ from pagewire.shared.engine.build import build_rank
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.ranks.communicator import RankCommunicator, SocketCommunicator
 from pagewire.shared.engine.ranks.executor import Digests
-from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS, LOAD_S
+from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS
 from pagewire.shared.engine.ranks.messages import (
     OUT_OF_MEMORY,
     Begin,
@@ -65,7 +65,7 @@ def main(arguments: list[str]) -> int:
     others = [other for other in range(len(fds) + 1) if other != rank]
     sockets = {other: socket.socket(fileno=fd) for other, fd in zip(others, fds, strict=True)}
     try:
-        _run(rank, pipe, memory_fd, SocketCommunicator(rank, sockets, LOAD_S))
+        _run(rank, pipe, memory_fd, SocketCommunicator(rank, sockets, is_loading=True))
     except RankError as exc:
         failure = Failed(str(exc), missing=exc.rank)
     except ConfigError as exc:
@@ -96,6 +96,7 @@ def _run(rank: int, pipe: RankPipe, memory_fd: int, control: SocketCommunicator)
     configure_logging(setup.log_level, setup.log_format, setup.service)
     for handler in logging.getLogger().handlers:
         handler.addFilter(RankLabel(rank))
+    control.patience_s = setup.patience_s
     settings = EngineSettings(**setup.settings)
 
     def agree(num_blocks: int) -> Begin:
@@ -105,7 +106,7 @@ def _run(rank: int, pipe: RankPipe, memory_fd: int, control: SocketCommunicator)
         return begin
 
     runner, communicator = build_rank(settings, Shard(rank, setup.count), control, agree)
-    control.patience_s = setup.patience_s
+    control.is_loading = False
     pipe.send(encode(Ready()))
     run_plans(pipe, runner, RankMover(rank, runner, memory_fd), communicator)
 

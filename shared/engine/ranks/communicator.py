@@ -26,6 +26,7 @@ from pagewire.shared.model.shard import Communicator
 STEP_S = 5.0  # at least, for another rank to get as far in a step as this one has
 # For rank 0: if its process is stopped, it may go on later, and if it hangs, its worker ends it.
 RANK_0_S = 600.0
+LOAD_S = 600.0  # for another rank to get as far in loading
 POLL_S = 0.25
 # The number of the exchange, which is the same on all ranks, and the bytes that follow.
 _HEADER = struct.Struct("<IQ")
@@ -95,14 +96,17 @@ class SocketCommunicator:
     Attributes:
         rank: this rank.
         sockets: to each of the others, by rank; they do not block.
-        patience_s: how long this waits for a rank of which nothing comes, unless that is rank 0.
+        patience_s: how long this waits in a step for a rank of which nothing comes, unless that is
+            rank 0.
         rank_0_s: how long it waits for rank 0.
+        is_loading: no step needs other ranks yet, for which this waits for `LOAD_S`.
     """
 
     rank: int
     sockets: Mapping[int, socket.socket]
     patience_s: float = STEP_S
     rank_0_s: float = RANK_0_S
+    is_loading: bool = False
     _number: int = field(default=0)
 
     def reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +195,8 @@ class SocketCommunicator:
             # clock goes on.
             silent_s += POLL_S
             rank = min(peer.rank for peer in left)
-            patience_s = self.patience_s if rank else self.rank_0_s
+            patience_s = LOAD_S if self.is_loading else self.patience_s
+            patience_s = patience_s if rank else self.rank_0_s
             if silent_s >= patience_s:
                 raise RankError(f"rank {rank} has not answered for {patience_s:g} s", rank)
 

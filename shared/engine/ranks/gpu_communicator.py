@@ -49,7 +49,8 @@ class GpuCommunicator:
         from pagewire.shared.engine.ranks.cuda_communicator import open_cuda_communicator
 
         self.control.meet()
-        self._opened = open_cuda_communicator(self.control, device, self.count)
+        timeout_s = self.control.patience_s
+        self._opened = open_cuda_communicator(self.control, device, self.count, timeout_s)
 
     def join(self) -> None:
         """Add up with the other ranks from now on, once all have called this.

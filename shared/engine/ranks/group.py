@@ -20,6 +20,7 @@ import torch
 from pagewire.shared.base.errors import BlamelessRankError, ConfigError, PagewireError, RankError
 from pagewire.shared.base.logs import LogForm
 from pagewire.shared.engine.ranks.communicator import (
+    LOAD_S,
     STEP_S,
     RankCommunicator,
     SocketCommunicator,
@@ -43,7 +44,6 @@ from pagewire.shared.settings.config import EngineSettings, WorkerSettings
 logger = logging.getLogger(__name__)
 
 PROGRAM = "pagewire.shared.engine.rank_process"
-LOAD_S = 600.0  # for a rank to have its weights once rank 0 has its own, and then for its pool
 REPORT_S = 1.0  # for the rest of a report
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REASON_S = 0.5  # for a rank that is missed to say why, and to end
@@ -104,7 +104,7 @@ class RankGroup:
         memory_fd = os.memfd_create("pagewire-staging")
         undo.callback(os.close, memory_fd)
         sockets = connected(setup.count)
-        control = SocketCommunicator(0, sockets[0], LOAD_S)
+        control = SocketCommunicator(0, sockets[0], setup.patience_s, is_loading=True)
         undo.callback(control.close)
         pipes: list[RankPipe] = []
         processes: list[subprocess.Popen[bytes]] = []
@@ -177,7 +177,7 @@ class RankGroup:
         self._await(Ready, "got ready to run steps")
         self._is_ready = True
         if self.control is not None:
-            self.control.patience_s = self.patience_s
+            self.control.is_loading = False
 
     def send(self, encoded: bytes) -> None:
         """Send a command to all ranks.

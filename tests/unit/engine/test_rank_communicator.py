@@ -87,6 +87,16 @@ def test_a_silent_rank_is_named_in_time() -> None:
         answering.shutdown()
 
 
+def test_a_rank_that_still_loads_is_waited_for() -> None:
+    with ranks(2) as communicators, ThreadPoolExecutor(1) as waiting:
+        communicators[0].is_loading = True
+        met = waiting.submit(communicators[0].meet)
+        time.sleep(2 * SILENT_S)
+        assert not met.done()
+        communicators[1].meet()
+        met.result(10)
+
+
 def test_rank_0_is_waited_for_longer_than_others() -> None:
     with ranks(3) as communicators, ThreadPoolExecutor(2) as waiting:
         others = [waiting.submit(each.reduce, torch.ones(1)) for each in communicators[1:]]
