@@ -208,19 +208,19 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--host", default="", help="test this running cluster instead")
-    parser.add_argument("--operator-url", default="", help="its; default: its port plus 1000")
-    parser.add_argument("--quick", action="store_true", help="one cluster, a few seconds")
-    parser.add_argument("--shape", choices=SHAPES, default="steps", help="of the offered load")
+    parser.add_argument("--host", default="", help="URL of a running cluster to test")
+    parser.add_argument("--operator-url", default="", help="default: the host's port plus 1000")
+    parser.add_argument("--quick", action="store_true", help="test one cluster for a few seconds")
+    parser.add_argument("--shape", choices=SHAPES, default="steps", help="shape of the load")
     parser.add_argument("--rates", default="", help=f"requests/s of the stages; default {RATES}")
     parser.add_argument("--stage-s", type=float, help=f"seconds a rate; default {STAGE_S:g}")
-    parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
-    parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
-    parser.add_argument("--users", default="", help="for all runs: ChatUser,DocumentUser")
+    parser.add_argument("--slo-ttft-ms", type=float, default=500.0, help="bound of the first token")
+    parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="bound of the mean gap")
+    parser.add_argument("--users", default="", help="kinds, such as ChatUser,DocumentUser")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="KV blocks a worker")
-    parser.add_argument("--pin", action="store_true", help="a core for each worker")
+    parser.add_argument("--pin", action="store_true", help="give each worker a core")
     parser.add_argument("--up", default="", help='more options of pagewire up: "--device cpu"')
-    parser.add_argument("--out", type=Path, default=HERE / "report", help="where reports go")
+    parser.add_argument("--out", type=Path, default=HERE / "report", help="folder of reports")
     return parser.parse_args(arguments)
 
 

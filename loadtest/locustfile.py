@@ -260,11 +260,11 @@ class CancelUser(PagewireUser):
 def add_options(parser: LocustArgumentParser, **_: Any) -> None:
     """Add this file's options to locust's."""
     group = parser.add_argument_group("Pagewire")
-    group.add_argument("--load-shape", choices=SHAPES, default="steps", help="of the offered load")
+    group.add_argument("--load-shape", choices=SHAPES, default="steps", help="shape of the load")
     group.add_argument("--rates", type=_rates, default=[1.0, 2.0, 4.0], help="requests/s: 1,2,4")
     group.add_argument("--stage-s", type=float, default=20.0, help="seconds a rate")
-    group.add_argument("--slo-ttft-ms", type=float, default=500.0, help="latest first token")
-    group.add_argument("--slo-itl-ms", type=float, default=50.0, help="mean time between tokens")
+    group.add_argument("--slo-ttft-ms", type=float, default=500.0, help="bound of the first token")
+    group.add_argument("--slo-itl-ms", type=float, default=50.0, help="bound of the mean gap")
     group.add_argument("--model", default="", help="name to ask for; default: the first served")
     group.add_argument("--operator-url", default="", help="default: the host's port plus 1000")
     group.add_argument("--seed", type=int, default=0, help="equal seeds give equal prompts")

@@ -141,7 +141,7 @@ def _percent(share: float) -> str:
 def main() -> None:
     """Write the report of a finished run again, from its data."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path, help="that `compare` has written")
+    parser.add_argument("directory", type=Path, help="folder that `compare` has written")
     print(write_report(parser.parse_args().directory))
 
 

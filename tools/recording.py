@@ -206,9 +206,9 @@ def main(argv: list[str]) -> int:
     """Record a command; return the exit code."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="the SVG")
-    parser.add_argument("--begin", default="", help="text of the line that it begins with")
-    parser.add_argument("--machine", default=f"{cores} CPU cores", help="named in the caption")
+    parser.add_argument("--out", type=Path, required=True, help="SVG file to write")
+    parser.add_argument("--begin", default="", help="text of the first line to show")
+    parser.add_argument("--machine", default=f"{cores} CPU cores", help="machine for the caption")
     parser.add_argument("command", nargs="+", help="the command, after --")
     given = parser.parse_args(argv)
     screen = Screen()

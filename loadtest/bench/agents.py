@@ -202,9 +202,9 @@ def main() -> int:
     parser.add_argument("clusters", nargs="+", metavar="CLUSTER")
     parser.add_argument("--gpu", action="store_true", help="an 8B shape, each worker on a GPU")
     parser.add_argument("--agents", type=int, default=1)
-    parser.add_argument("--turns", type=int, default=12, help="of each")
-    parser.add_argument("--scale", type=int, default=5, help="lengths are divided by this")
-    parser.add_argument("--faster", type=float, default=1.0, help="pauses are divided by this")
+    parser.add_argument("--turns", type=int, default=12, help="turns of each agent")
+    parser.add_argument("--scale", type=int, default=5, help="divisor of all lengths")
+    parser.add_argument("--faster", type=float, default=1.0, help="divisor of all pauses")
     parser.add_argument("--seed", type=int, default=0)
     rows = []
     for row in compare(parser.parse_args()):

@@ -211,7 +211,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
         "--context", type=int, default=CONTEXT, help="tokens of a sequence before its decode steps"
     )
     parser.add_argument("--mixes", nargs="+", choices=MIXES)
-    parser.add_argument("--times", type=int, default=5, help="measurements of each")
+    parser.add_argument("--times", type=int, default=5, help="measurements of each case")
     parser.add_argument("--max-num-seqs", type=int, default=512)
     parser.add_argument(
         "--budget",

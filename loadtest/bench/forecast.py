@@ -172,7 +172,7 @@ def errors(cell: Cell, predicted: Mapping[str, float]) -> tuple[float, float]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Forecast and compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="measured cells")
+    parser.add_argument("file", type=Path, help="JSON file of measured cells")
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
     parser.add_argument("--seeds", type=int, default=5, help="simulations of each cell")
     options = parser.parse_args(arguments)

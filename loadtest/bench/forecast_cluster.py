@@ -148,14 +148,14 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def main() -> int:
     """Measure real clusters, simulate the same ones, and compare them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("machine", help="JSON file")
+    parser.add_argument("machine", help="JSON file of the machine's prices")
     parser.add_argument("--workers", nargs="+", default=["1P1D", "2"])
     parser.add_argument("--policy", default="predicted")
     parser.add_argument("--rates", nargs="+", type=float, default=[2, 4, 6, 8])
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each rate")
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of each rate")
     parser.add_argument("--prompt-tokens", default="64:1024")
     parser.add_argument("--output-tokens", default="16:64")
-    parser.add_argument("--slo-ttft", type=float, default=400.0, help="ms")
+    parser.add_argument("--slo-ttft", type=float, default=400.0, help="bound in ms")
     parser.add_argument("--slo-itl", type=float, default=20.0, help="ms, mean of an answer")
     parser.add_argument("--seed", type=int, default=0)
     print(markdown(list(compare(parser.parse_args()))))

@@ -117,8 +117,8 @@ def main() -> int:
     """Measure how each checkpoint loads, and print the rows."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=MODELS, help="SHAPE:bf16, :fp8 or :awq")
-    parser.add_argument("--folder", type=Path, help="for the checkpoints; else not kept")
-    parser.add_argument("--times", type=int, default=2, help="that each is loaded")
+    parser.add_argument("--folder", type=Path, help="keep the checkpoints here")
+    parser.add_argument("--times", type=int, default=2, help="loads of each model")
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -200,7 +200,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     parser.add_argument("--max-rows", type=int, default=64)
-    parser.add_argument("--longest", type=int, default=1500, help="tokens of a sequence")
+    parser.add_argument("--longest", type=int, default=1500, help="longest sequence in tokens")
     parser.add_argument("--wire", default='{"gb_s": 1.0}', help="JSON, see `WirePrices`")
     parser.add_argument("--host", default="{}", help="JSON, see `HostPrices`")
     options = parser.parse_args()

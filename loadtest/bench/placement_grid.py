@@ -249,13 +249,13 @@ def compare(all_trials: Sequence[Trial], jobs: int = 1) -> list[Cell]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the grid and print it; returns 1 if prediction loses."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mixes", nargs="+", default=list(RATES), help="or files of traces")
+    parser.add_argument("--mixes", nargs="+", default=list(RATES), help="or trace files")
     parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--levels", type=int, nargs="+", default=list(range(6)), help="of rates")
-    parser.add_argument("--requests", type=int, default=2000, help="of each load")
+    parser.add_argument("--requests", type=int, default=2000, help="requests of each load")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel processes")
     parser.add_argument(
         "--wrong-prices", action="store_true", help="by 30 %%, too high and too low in turn"
     )

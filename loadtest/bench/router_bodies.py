@@ -218,8 +218,8 @@ def main() -> int:
     """Measure gaps and event loop lag with each kind of body."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each kind of body")
-    parser.add_argument("--settle", type=float, default=2.0, help="seconds before that")
+    parser.add_argument("--seconds", type=float, default=5.0, help="seconds for each kind of body")
+    parser.add_argument("--settle", type=float, default=2.0, help="seconds before measurements")
     options = parser.parse_args()
     return run_bench(lambda: run(options))
 

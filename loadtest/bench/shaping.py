@@ -118,7 +118,7 @@ def measure(step: Callable[[str, int], float], batches: Sequence[int]) -> None:
 def read_batches() -> list[int]:
     """Return the batch sizes that the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="rows")
+    parser.add_argument("--batches", type=int, nargs="+", default=[64, 256], help="numbers of rows")
     batches: list[int] = parser.parse_args().batches
     return batches
 

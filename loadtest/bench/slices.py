@@ -68,9 +68,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-8b", choices=SHAPES)
     parser.add_argument("--sizes", nargs="+", type=int, default=[512, 256, 128])
-    parser.add_argument("--objectives", nargs="+", type=float, default=[15, 10, 8], help="ms")
+    parser.add_argument("--objectives", nargs="+", type=float, default=[15, 10, 8], help="in ms")
     parser.add_argument("--times", type=int, default=3, help="runs of each case")
-    parser.add_argument("--num-blocks", type=int, help="of the KV pool")
+    parser.add_argument("--num-blocks", type=int, help="size of the KV pool")
     args = parser.parse_args()
 
     def work() -> None:

@@ -182,9 +182,9 @@ def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     text = "demo, a shape, or a folder with a config.json; all but demo get random weights"
     parser.add_argument("--model", default="demo", help=f"{text}; shapes: {', '.join(SHAPES)}")
-    parser.add_argument("--steps", type=int, default=600, help="of each phase")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each phase")
     parser.add_argument("--rows", type=int, default=8, help="most sequences of the first load")
-    parser.add_argument("--longest", type=int, default=1000, help="prompt of the first load")
+    parser.add_argument("--longest", type=int, default=1000, help="its longest prompt")
     parser.add_argument("--budget", type=int, default=512, help="tokens of a step")
     parser.add_argument(
         "--cpu-time",

@@ -139,16 +139,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(USUAL_PHASES))
-    parser.add_argument("--seconds", type=float, default=12.0, help="of each crowd or load")
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of each crowd or load")
     parser.add_argument(
         "--loads", nargs="+", default=LOADS, help="PROMPT/ANSWER@RATE or mixed@RATE"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of loads")
-    parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of crowds")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the loads")
+    parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of each crowd")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
-    parser.add_argument("--max-num-seqs", type=int, default=256, help="of a worker, at once")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences of a worker")
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
-    parser.add_argument("--logs", type=Path, help="folder for the servers' logs; else not kept")
+    parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
     parser.add_argument(
         "--vllm-api-servers",

@@ -158,7 +158,7 @@ def main() -> int:
     parser.add_argument("--source", default="cuda:0" if gpus else "cpu")
     parser.add_argument("--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu")
     parser.add_argument("--stepping", action="store_true")
-    parser.add_argument("--senders", type=int, default=1, help="linked; one of them sends")
+    parser.add_argument("--senders", type=int, default=1, help="linked senders; one of them sends")
     options = parser.parse_args()
     return run_bench(lambda: measure(options))
 

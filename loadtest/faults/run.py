@@ -43,29 +43,29 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = ", ".join(scenario.name for scenario in SCENARIOS)
-    parser.add_argument("system", type=Path, help="its TOML file, or the name of one of ours")
+    parser.add_argument("system", type=Path, help="a TOML file, or the name of one of ours")
     parser.add_argument("--scenario", action="append", default=[], help=f"only this one: {names}")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="a variable of the system"
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="in which streams start")
+    parser.add_argument("--seconds", type=float, default=20.0, help="time in which streams start")
     parser.add_argument("--rate", type=float, default=4.0, help="streams that start in a second")
-    parser.add_argument("--prompt-tokens", default="64:512", help="of a stream: N, or LOW:HIGH")
-    parser.add_argument("--output-tokens", default="64:256", help="of a stream: N, or LOW:HIGH")
-    parser.add_argument("--long-prompt-tokens", default="2048", help="of a long prompt")
+    parser.add_argument("--prompt-tokens", default="64:512", help="of each stream: N, or LOW:HIGH")
+    parser.add_argument("--output-tokens", default="64:256", help="of each stream: N, or LOW:HIGH")
+    parser.add_argument("--long-prompt-tokens", default="2048", help="length of long prompts")
     parser.add_argument("--long-rate", type=float, default=2.0, help="long prompts in a second")
-    parser.add_argument("--storm-clients", type=int, default=64, help="that leave")
-    parser.add_argument("--storm-stay-s", type=float, default=2.0, help="longest time they stay")
+    parser.add_argument("--storm-clients", type=int, default=64, help="clients that leave early")
+    parser.add_argument("--storm-stay-s", type=float, default=2.0, help="longest stay of these")
     parser.add_argument("--freeze-s", type=float, default=8.0, help="length of freezes and cuts")
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, each has a seed")
+    parser.add_argument("--temperature", type=float, default=0.0, help="above 0, with seeds")
     parser.add_argument(
-        "--timeout", type=float, default=60.0, help="for a silent server, in seconds"
+        "--timeout", type=float, default=60.0, help="seconds to wait for a silent server"
     )
-    parser.add_argument("--retry", type=int, default=0, help="how often clients send again")
-    parser.add_argument("--probe-clients", type=int, default=16, help="that measure the capacity")
-    parser.add_argument("--recovery-s", type=float, default=120.0, help="longest, after a run")
-    parser.add_argument("--seed", type=int, default=1, help="of requests and their times")
-    parser.add_argument("--out", type=Path, help="a folder for results and logs")
+    parser.add_argument("--retry", type=int, default=0, help="retries of a failed request")
+    parser.add_argument("--probe-clients", type=int, default=16, help="clients that probe capacity")
+    parser.add_argument("--recovery-s", type=float, default=120.0, help="longest wait after a run")
+    parser.add_argument("--seed", type=int, default=1, help="seed of requests and times")
+    parser.add_argument("--out", type=Path, help="folder for results and logs")
     parser.add_argument("--require", action="store_true", help="fail if anything went wrong")
     return parser.parse_args(arguments)
 

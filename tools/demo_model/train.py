@@ -137,7 +137,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu", help="cuda is quicker than a CPU")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda, which is quicker")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
