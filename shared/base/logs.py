@@ -77,7 +77,7 @@ class TextFormatter(logging.Formatter):
         record.message = _printable(record.message.rstrip("\n"))
         line = super().formatMessage(record)
         fields: dict[str, Any] = getattr(record, "fields", {})
-        line += "".join(f" {name}={_shown(value)}" for name, value in fields.items())
+        line += "".join(f" {name}={_one_word(value)}" for name, value in fields.items())
         request_id = request_of(record)
         return line if request_id is None else f"{line} [{request_id}]"
 
@@ -136,12 +136,12 @@ def _printable(text: str) -> str:
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
-def _shown(value: Any) -> str:
+def _one_word(value: Any) -> str:
     """Return a field's value as one word."""
     if isinstance(value, int | float):
         return f"{value:.4g}" if isinstance(value, float) else str(value)
     if isinstance(value, list):
-        return ",".join(map(_shown, value))
+        return ",".join(map(_one_word, value))
     text = str(value)
     return text if text.isprintable() and text and " " not in text else json.dumps(text)
 
@@ -160,14 +160,14 @@ class Complaints:
     ) -> None:
         self._logger, self._level, self._interval_s = logger, level, interval_s
         # By worker and epoch, of each text: when it is a line again, and how often it was left out.
-        self._said: OrderedDict[tuple[str, int], OrderedDict[str, tuple[float, int]]] = (
+        self._logged: OrderedDict[tuple[str, int], OrderedDict[str, tuple[float, int]]] = (
             OrderedDict()
         )
 
     def say(self, worker_id: str, epoch: int, text: str) -> None:
         """Log a text about a run of a worker."""
         now, subject = time.monotonic(), (worker_id, epoch)
-        texts = self._said.pop(subject, OrderedDict())
+        texts = self._logged.pop(subject, OrderedDict())
         due_s, left_out = texts.pop(text, (now, 0))
         if now < due_s:
             self._logger.debug("%s", text)
@@ -176,12 +176,12 @@ class Complaints:
             repeated = f" ({left_out} more times since the last such line)" if left_out else ""
             self._logger.log(self._level, "%s%s", text, repeated)
             texts[text] = now + self._interval_s, 0
-        self._said[subject] = texts
+        self._logged[subject] = texts
         if len(texts) > _MAX_TEXTS:
             texts.popitem(last=False)
-        if len(self._said) > _MAX_SUBJECTS:
-            self._said.popitem(last=False)
+        if len(self._logged) > _MAX_SUBJECTS:
+            self._logged.popitem(last=False)
 
     def forget(self, worker_id: str, epoch: int) -> None:
         """Note that the attempt succeeded: the next text is a line again."""
-        self._said.pop((worker_id, epoch), None)
+        self._logged.pop((worker_id, epoch), None)

@@ -39,7 +39,7 @@ class _Mover:
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._own = {key: root[key] for key in DEFINITIONS if isinstance(root.get(key), dict)}
-        self._found: dict[str, Any] = {}  # the definitions that were moved
+        self._definitions: dict[str, Any] = {}  # the definitions that were moved
         self._taken = set(self._own.get("$defs", ()))
         self._numbers: dict[str, Iterator[int]] = {}
         # By the ids of the parts, which the whole keeps.
@@ -49,7 +49,7 @@ class _Mover:
         """Return the schema with all definitions in its own `$defs`."""
         whole: dict[str, Any] = self._part(self._root, ())
         own = whole["$defs"] if "$defs" in self._own else {}
-        return {**whole, "$defs": {**own, **self._found}}
+        return {**whole, "$defs": {**own, **self._definitions}}
 
     def _part(self, schema: Any, around: tuple[_Names, ...], depth: int = 0) -> Any:
         """Return a part; `around` has the definitions of those around it, the nearest first."""
@@ -62,7 +62,7 @@ class _Mover:
         if schema is not self._root and (names := self._names_of(schema)):
             around = (names, *around)
             for (key, name), moved in names.items():
-                self._found[moved] = self._part(schema[key][name], around, depth + 1)
+                self._definitions[moved] = self._part(schema[key][name], around, depth + 1)
             schema = {key: part for key, part in schema.items() if key not in _OWN}
         rest = {
             key: changed_in(key, part, lambda inner: self._part(inner, around, depth + 1))

@@ -214,21 +214,21 @@ def _with_near_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: the schema allows only numbers beyond the range.
     """
-    given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
-    if all(abs(value) < MAX_EXACT for value in given.values()):
+    bounds = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    if all(abs(value) < MAX_EXACT for value in bounds.values()):
         return schema
     kinds = schema.get("type")
     kinds = kinds if isinstance(kinds, list) else [kinds]
     are_integers = "integer" in kinds and "number" not in kinds
-    moved = _of_integers(given) if are_integers else _of_numbers(given)
-    return {key: value for key, value in schema.items() if key not in given} | moved
+    moved = _of_integers(bounds) if are_integers else _of_numbers(bounds)
+    return {key: value for key, value in schema.items() if key not in bounds} | moved
 
 
-def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:
-    lows = [math.ceil(given["minimum"])] if "minimum" in given else []
-    lows += [math.floor(given["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in given else []
-    highs = [math.floor(given["maximum"])] if "maximum" in given else []
-    highs += [math.ceil(given["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in given else []
+def _of_integers(bounds: Mapping[str, float]) -> dict[str, Any]:
+    lows = [math.ceil(bounds["minimum"])] if "minimum" in bounds else []
+    lows += [math.floor(bounds["exclusiveMinimum"]) + 1] if "exclusiveMinimum" in bounds else []
+    highs = [math.floor(bounds["maximum"])] if "maximum" in bounds else []
+    highs += [math.ceil(bounds["exclusiveMaximum"]) - 1] if "exclusiveMaximum" in bounds else []
     low = max(lows, default=None)
     high = min(highs, default=None)
     if (low or 0) > -_LEAST_INTEGER or (high or 0) < _LEAST_INTEGER:
@@ -247,9 +247,9 @@ def _of_integers(given: Mapping[str, float]) -> dict[str, Any]:
     return moved
 
 
-def _of_numbers(given: Mapping[str, float]) -> dict[str, Any]:
-    lows = {key: value for key, value in given.items() if key in _LOW}
-    highs = {key: value for key, value in given.items() if key in _HIGH}
+def _of_numbers(bounds: Mapping[str, float]) -> dict[str, Any]:
+    lows = {key: value for key, value in bounds.items() if key in _LOW}
+    highs = {key: value for key, value in bounds.items() if key in _HIGH}
     low, high = max(lows.values(), default=0), min(highs.values(), default=0)
     if low >= _MOST_NUMBER or high <= -_MOST_NUMBER:
         raise ValueError("minimum and maximum must allow numbers between -10**18 and 10**18")
@@ -265,12 +265,12 @@ def _with_open_bounds(schema: dict[str, Any]) -> dict[str, Any]:
     If a number must be above 2 and below 2.5, llguidance 1.9 allows 2 itself: an exclusive bound
     without a fraction is then not excluded. So the bound is moved into the range, by little.
     """
-    given = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
-    low = max((given[key] for key in _LOW if key in given), default=-math.inf)
-    high = min((given[key] for key in _HIGH if key in given), default=math.inf)
-    if 0 <= low == given.get("exclusiveMinimum") and low % 1 == 0 and low < high < low + 1:
+    bounds = {key: schema[key] for key in _BOUNDS if _is_number(schema.get(key))}
+    low = max((bounds[key] for key in _LOW if key in bounds), default=-math.inf)
+    high = min((bounds[key] for key in _HIGH if key in bounds), default=math.inf)
+    if 0 <= low == bounds.get("exclusiveMinimum") and low % 1 == 0 and low < high < low + 1:
         replaced, moved = _LOW, {"minimum": _inside(low, high)}
-    elif 0 >= high == given.get("exclusiveMaximum") and high % 1 == 0 and high > low > high - 1:
+    elif 0 >= high == bounds.get("exclusiveMaximum") and high % 1 == 0 and high > low > high - 1:
         replaced, moved = _HIGH, {"maximum": -_inside(-high, -low)}
     else:
         return schema

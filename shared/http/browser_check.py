@@ -53,7 +53,7 @@ class BrowserRules:
         hosts = _values(scope, b"host")
         if not self._takes_any_name and not self._is_own(hosts, scope["http_version"]):
             return ForeignPageError(
-                f"The Host header {_shown(hosts)} has no name of this server, which listens for "
+                f"The Host header {_quoted(hosts)} has no name of this server, which listens for "
                 "this machine alone. If clients may use the name, add it to PAGEWIRE_ALLOWED_HOSTS "
                 "(--allowed-hosts).",
                 "host_not_allowed",
@@ -64,7 +64,7 @@ class BrowserRules:
         if all(_is_asked_for(kind) for kind in _values(scope, b"content-type") or [""]):
             return None
         return ForeignPageError(
-            f"A page of another origin, {_shown(origins)}, sent this POST. Send JSON, with "
+            f"A page of another origin, {_quoted(origins)}, sent this POST. Send JSON, with "
             "Content-Type: application/json; PAGEWIRE_CORS_ORIGINS (--cors-origins) names the "
             "origins whose pages may use this server.",
             "origin_not_allowed",
@@ -134,5 +134,5 @@ def _is_asked_for(content_type: str) -> bool:
     return "/" in kind and kind not in _TYPES_OF_FORMS
 
 
-def _shown(values: list[str]) -> str:
+def _quoted(values: list[str]) -> str:
     return repr(", ".join(values)[:MAX_SHOWN_CHARS]) if values else "(missing)"

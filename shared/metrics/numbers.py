@@ -80,7 +80,7 @@ class PlainHistogram:
 
     def family(self, name: str) -> Metric:
         """Return its family under a name."""
-        bounds = [_shown(bound) for bound in (*self.bounds, float("inf"))]
+        bounds = [_bound_label(bound) for bound in (*self.bounds, float("inf"))]
         counts = [float(count) for count in accumulate(self.counts)]
         family = HistogramMetricFamily(name, self._text, labels=list(self._labels))
         buckets = list(zip(bounds, counts, strict=True))
@@ -96,6 +96,6 @@ class _Alias:
         yield self._histogram.family(self._name)
 
 
-def _shown(bound: float) -> str:
+def _bound_label(bound: float) -> str:
     text: str = floatToGoString(bound)  # type: ignore[no-untyped-call]
     return text

@@ -48,7 +48,7 @@ class LoadProgress:
         self.what, self.total, self.seconds = what, total, 0.0
         self._say, self._clock = say, clock
         self._done = 0
-        self._start = self._said = clock()
+        self._start = self._reported_at = clock()
         self._lock = threading.Lock()
         self._bar: Progress | None = None
         if say is not quiet and sys.stderr.isatty():
@@ -73,8 +73,8 @@ class LoadProgress:
                     self._bar.start()
                 self._bar.update(self._task, completed=self._done)
                 return
-            if now - self._said >= LINE_S:
-                self._said = now
+            if now - self._reported_at >= LINE_S:
+                self._reported_at = now
                 self._say(self._line(now))
 
     def _line(self, now: float) -> str:

@@ -61,33 +61,33 @@ class Literals:
             for token_id, token in specials.items()
         }
 
-    def are_in(self, given: Given) -> bool:
+    def are_in(self, inputs: Given) -> bool:
         """Return whether any text spells out a special token, perhaps once it is normalized."""
         return any(
-            self._pattern.search(text) or self._normalized.in_(text) for text in _texts(given)
+            self._pattern.search(text) or self._normalized.in_(text) for text in _texts(inputs)
         )
 
-    def encode(self, given: Given, render: Callable[[Given], str]) -> list[int]:
+    def encode(self, inputs: Given, render: Callable[[Given], str]) -> list[int]:
         """Return the token ids of a conversation in which literals are text.
 
         Args:
-            given: messages, tools and the like, by name.
+            inputs: messages, tools and the like, by name.
             render: by the template.
 
         Raises:
             InvalidRequestError: the template or the tokenizer cannot keep a literal as it is.
         """
-        text = render(given)
-        marked = render({key: self._with_marks(value) for key, value in given.items()})
+        text = render(inputs)
+        marked = render({key: self._with_marks(value) for key, value in inputs.items()})
         if self._with_literals(marked) != text:
-            raise self._refusal("chat template", given)
+            raise self._refusal("chat template", inputs)
         replaced, count = self._pattern.subn(lambda match: self._stand_ins[match[0]], marked)
         ids = self._encoder.encode(self._with_literals(replaced), add_special_tokens=False)
         # A vocabulary's own words may have a special token's name, or a stand-in be overlooked.
         if sum(token_id in self._ids for token_id in ids) != count or not self._special.isdisjoint(
             ids
         ):
-            raise self._refusal("tokenizer", given)
+            raise self._refusal("tokenizer", inputs)
         return [self._ids.get(token_id, token_id) for token_id in ids]
 
     def _with_marks(self, value: Any) -> Any:
@@ -121,8 +121,8 @@ class Literals:
             special=False,
         )
 
-    def _refusal(self, what: str, given: Given) -> InvalidRequestError:
-        spelled = self._pattern.findall("\n".join(_texts(given)))
+    def _refusal(self, what: str, inputs: Given) -> InvalidRequestError:
+        spelled = self._pattern.findall("\n".join(_texts(inputs)))
         return InvalidRequestError(
             f"this model's {what} cannot keep {spelled[0]!r}, which a message spells out, as text: "
             "leave it out",

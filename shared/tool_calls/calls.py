@@ -51,7 +51,7 @@ class ObjectCall:
         self.name: str | None = None
         self.is_done = self.has_failed = False
         self._names = names
-        self._found: str | None = None  # the name, perhaps before the arguments begin
+        self._read_name: str | None = None  # the name, perhaps before the arguments begin
         # The arguments' JSON that was parsed before the call began, in parts.
         self._arguments: list[str] | None = None
         self._more = ""  # JSON of the arguments since then, not returned yet
@@ -138,10 +138,10 @@ class ObjectCall:
         self._expected = "next"
         value = "".join(self._parts)
         if self._key in _NAME_KEYS:
-            is_first = self._found is None
+            is_first = self._read_name is None
             # Grammars know a name only as it is, without escapes.
-            self._found = next((name for name in self._names if value == f'"{name}"'), None)
-            if self._found is None or not is_first:
+            self._read_name = next((name for name in self._names if value == f'"{name}"'), None)
+            if self._read_name is None or not is_first:
                 self._fail()
         elif self._key in ARGUMENT_KEYS:
             arguments = _as_object(value)
@@ -156,7 +156,7 @@ class ObjectCall:
             return
         if self._arguments is None:
             self._arguments = ["{}"]
-        if self._found is None:
+        if self._read_name is None:
             self._fail()
         else:
             self.is_done = True
@@ -164,16 +164,16 @@ class ObjectCall:
     def _fail(self) -> None:
         """End the call; an error after the arguments, such as a missing bracket, is ignored."""
         is_in_arguments = self._expected == "value" and self._key in ARGUMENT_KEYS
-        if self._found is None or self._arguments is None or is_in_arguments:
+        if self._read_name is None or self._arguments is None or is_in_arguments:
             self.has_failed = True
         else:
             self.is_done = True
 
     def _give(self) -> str:
-        if self._found is None or self._arguments is None:
+        if self._read_name is None or self._arguments is None:
             return ""
         first = "".join(self._arguments) if self.name is None else ""
-        self.name = self._found
+        self.name = self._read_name
         more, self._more = self._more, ""
         return first + more
 

@@ -190,7 +190,7 @@ class PythonValues:
         prefix, names = self._next(), list(shape.properties)
         first_other, more_other = self._others(prefix, shape)
         fields = [
-            f"{_literal(f'{_shown(name)}: ')} {self._add(self._next(), schema)}"
+            f"{_literal(f'{_json_text(name)}: ')} {self._add(self._next(), schema)}"
             for name, schema in shape.properties.items()
         ]
         may_skip = [name not in shape.required for name in names]
@@ -201,7 +201,7 @@ class PythonValues:
         """Add the rules of properties that are not listed; return as `add_chain` takes them."""
         if shape.others is False:
             return "", ""
-        pattern = _other_key(map(_shown, (*shape.properties, *sorted(shape.excluded))))
+        pattern = _other_key(map(_json_text, (*shape.properties, *sorted(shape.excluded))))
         key = self._rules.add_shared(f"{prefix}_KEY".upper(), pattern)
         field = f"{key} {self._add(self._next(), shape.others)}"
         return f'({field} (", " {field})*)?', f'(", " {field})*'
@@ -266,7 +266,7 @@ def _other_key(listed: Iterable[str]) -> str:
     return other_name(_TEXT, ": ", listed)
 
 
-def _shown(text: str) -> str:
+def _json_text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 

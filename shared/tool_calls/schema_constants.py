@@ -71,10 +71,10 @@ class SchemaConstants:
             parts = schema.get(key)
             schemas += parts.values() if isinstance(parts, dict) else ()
         if isinstance(reference := schema.get("$ref"), str):
-            schemas.append(self._found(reference))
+            schemas.append(self._target_of(reference))
         return schemas
 
-    def _found(self, reference: str) -> Any:
+    def _target_of(self, reference: str) -> Any:
         try:
             return self._references.find(reference)
         except LookupError:
@@ -99,7 +99,7 @@ class SchemaConstants:
         if "const" in schema and schema["const"] is not value:
             return False
         reference = schema.get("$ref")
-        if isinstance(reference, str) and not self.allows(self._found(reference), value):
+        if isinstance(reference, str) and not self.allows(self._target_of(reference), value):
             return False
         follows = {
             key: [self.allows(alternative, value) for alternative in schema[key]]

@@ -68,68 +68,68 @@ def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
     return partial(_in_turn, steps) if steps else None
 
 
-def _in_turn(steps: list[Fit], given: Fitted) -> Fitted:
+def _in_turn(steps: list[Fit], chat: Fitted) -> Fitted:
     for step in steps:
-        given = step(given)
-    return given
+        chat = step(chat)
+    return chat
 
 
-def _in_system(name: str, given: Fitted) -> Fitted:
-    if not given.tools:
-        return given
-    messages = given.messages
+def _in_system(name: str, chat: Fitted) -> Fitted:
+    if not chat.tools:
+        return chat
+    messages = chat.messages
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
-    text = json.dumps([tool.get("function", tool) for tool in given.tools], ensure_ascii=False)
-    return given._replace(messages=[messages[0] | {name: text}, *messages[1:]])
+    text = json.dumps([tool.get("function", tool) for tool in chat.tools], ensure_ascii=False)
+    return chat._replace(messages=[messages[0] | {name: text}, *messages[1:]])
 
 
-def _as_variable(name: str, given: Fitted) -> Fitted:
+def _as_variable(name: str, chat: Fitted) -> Fitted:
     """Pass the tools as another variable; as Python functions, only as that variable."""
-    tools = None if name == _AS_PYTHON else given.tools
-    return given._replace(tools=tools, variables={name: given.tools} if given.tools else {})
+    tools = None if name == _AS_PYTHON else chat.tools
+    return chat._replace(tools=tools, variables={name: chat.tools} if chat.tools else {})
 
 
-def _planned(given: Fitted) -> Fitted:
+def _planned(chat: Fitted) -> Fitted:
     """Set the plan of calls to the text before them."""
     messages = []
-    for message in given.messages:
+    for message in chat.messages:
         if message.get("tool_calls"):
             parts = (message.get("thinking"), message["content"])
             message = message | {"tool_plan": "\n".join(part for part in parts if part)}
         messages.append(message)
-    return given._replace(messages=messages)
+    return chat._replace(messages=messages)
 
 
-def _spelled(form: ToolFormat, given: Fitted) -> Fitted:
+def _spelled(form: ToolFormat, chat: Fitted) -> Fitted:
     """Move calls into the content, as the model wrote them."""
     messages = []
-    for message in given.messages:
+    for message in chat.messages:
         if calls := message.get("tool_calls"):
             text = message["content"] + write_calls(form, calls)
             others = {key: value for key, value in message.items() if key != "tool_calls"}
             messages.append(others | {"content": text})
         else:
             messages.append(message)
-    return given._replace(messages=messages)
+    return chat._replace(messages=messages)
 
 
-def _described(given: Fitted, **others: Any) -> Fitted:
+def _described(chat: Fitted, **others: Any) -> Fitted:
     """Add missing fields of functions, such as descriptions, without which the template fails."""
     missing = {"description": "", **others}
     tools = []
-    for tool in given.tools or []:
+    for tool in chat.tools or []:
         known = {k: v for k, v in (tool.get("function") or {}).items() if v is not None}
         tools.append(tool | {"function": missing | known})
     if not tools:
-        return given
-    return given._replace(tools=tools)
+        return chat
+    return chat._replace(tools=tools)
 
 
-def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
+def _with_types(missing: dict[str, Any], chat: Fitted) -> Fitted:
     """Remove the type null, and add missing fields of parameters."""
     tools = []
-    for tool in given.tools or []:
+    for tool in chat.tools or []:
         function = dict(tool.get("function") or {})
         parameters = function.get("parameters")
         if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
@@ -139,7 +139,7 @@ def _with_types(missing: dict[str, Any], given: Fitted) -> Fitted:
             }
             function["parameters"] = parameters | {"properties": properties}
         tools.append(tool | {"function": function})
-    return given._replace(tools=tools) if tools else given
+    return chat._replace(tools=tools) if tools else chat
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -157,10 +157,10 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _with_short_ids(given: Fitted) -> Fitted:
+def _with_short_ids(chat: Fitted) -> Fitted:
     """Replace ids that another server gave to calls, which the template would refuse."""
     messages = []
-    for message in given.messages:
+    for message in chat.messages:
         changed = dict(message)
         if calls := message.get("tool_calls"):
             changed["tool_calls"] = [
@@ -169,7 +169,7 @@ def _with_short_ids(given: Fitted) -> Fitted:
         if "tool_call_id" in message:
             changed["tool_call_id"] = _short_id(message["tool_call_id"])
         messages.append(changed)
-    return given._replace(messages=messages)
+    return chat._replace(messages=messages)
 
 
 def _short_id(call_id: str) -> str:
@@ -184,13 +184,13 @@ def _short_id(call_id: str) -> str:
     return base64.b32encode(digest).decode()[:9]
 
 
-def _for_harmony(given: Fitted) -> Fitted:
+def _for_harmony(chat: Fitted) -> Fitted:
     """Put each call into its own message, with the call's results after it.
 
     The template renders only one call of a message, and refuses content together with reasoning.
     """
     messages: list[_Message] = []
-    rest = list(given.messages)
+    rest = list(chat.messages)
     while rest:
         message = rest.pop(0)
         calls = message.get("tool_calls") or []
@@ -201,7 +201,7 @@ def _for_harmony(given: Fitted) -> Fitted:
         while rest and rest[0]["role"] == "tool":
             results.append(rest.pop(0))
         messages += _one_by_one(_with_one_text(message), calls, results)
-    return _described(given._replace(messages=messages))
+    return _described(chat._replace(messages=messages))
 
 
 def _with_one_text(message: _Message) -> _Message:

@@ -180,7 +180,7 @@ class SchemaValues:
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
         self._known: dict[str, AllowedValues | None] = {}
         self._num_open = 0  # references that are being read
-        self._found: dict[AllowedValues, AllowedValues] = {_ANY: _ANY}
+        self._interned: dict[AllowedValues, AllowedValues] = {_ANY: _ANY}
         self._of_schemas: dict[
             int, tuple[Any, AllowedValues]
         ] = {}  # with the schema, which keeps its id
@@ -221,7 +221,7 @@ class SchemaValues:
         return values
 
     def _same(self, values: AllowedValues) -> AllowedValues:
-        return self._found.setdefault(values, values)
+        return self._interned.setdefault(values, values)
 
     def _read(self, schema: dict[str, Any], depth: int) -> AllowedValues:
         schema = with_null(without_nulls(schema))

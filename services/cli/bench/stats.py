@@ -41,23 +41,23 @@ class Samples:
 
     def __init__(self, limit: int = MAX_SAMPLES) -> None:
         self.count, self.total, self.highest = 0, 0.0, 0.0
-        self._limit, self._kept, self._rng = limit, array("d"), random.Random(0)
+        self._limit, self._sample, self._rng = limit, array("d"), random.Random(0)
 
     def add(self, value: float) -> None:
         """Add a number to the sums and, perhaps, to the sample for percentiles."""
         self.count += 1
         self.total += value
         self.highest = max(self.highest, value)
-        if len(self._kept) < self._limit:
-            self._kept.append(value)
+        if len(self._sample) < self._limit:
+            self._sample.append(value)
         elif (place := self._rng.randrange(self.count)) < self._limit:
-            self._kept[place] = value
+            self._sample[place] = value
 
     def summary(self, scale: float = 1.0) -> dict[str, float] | None:
         """Return mean, percentiles and maximum, multiplied by a scale; None without a sample."""
         if not self.count:
             return None
-        ordered = sorted(self._kept)
+        ordered = sorted(self._sample)
         figures = {"mean": self.total / self.count}
         figures |= {f"p{percent}": percentile(ordered, percent) for percent in PERCENTS}
         figures["max"] = self.highest

@@ -59,9 +59,9 @@ class RecentRequests:
 
     def newest_first(self) -> list[RecentRequest]:
         """Return the recorded requests, the one that ended last first."""
-        return [self._shown(entry) for entry in reversed(self._ring)]
+        return [self._described(entry) for entry in reversed(self._ring)]
 
-    def _shown(self, entry: _Entry) -> RecentRequest:
+    def _described(self, entry: _Entry) -> RecentRequest:
         fields = entry.fields
         return RecentRequest(
             id=entry.request_id,

@@ -122,7 +122,7 @@ def describe_wrong_field(
     if missing and depth == len(path):
         return InvalidRequestError(f"{field} is required", field, "missing_required_parameter")
     try:
-        actual = f", not {_shown(raw, path[:depth])}"
+        actual = f", not {_excerpt(raw, path[:depth])}"
     except (*UNDECODABLE, LookupError):  # or nested too deeply, or the field is there twice
         actual = ""
     code = "invalid_type" if _WRONG_TYPE.search(str(error)) else "invalid_value"
@@ -177,7 +177,7 @@ def _value_at(raw: bytes | bytearray, path: Sequence[str | int]) -> msgspec.Raw:
     return value
 
 
-def _shown(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
+def _excerpt(raw: bytes | bytearray, path: Sequence[str | int]) -> str:
     """Return the value at a path, shortened.
 
     Raises:

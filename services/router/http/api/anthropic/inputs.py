@@ -84,7 +84,7 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         prompt_cache_key=_user(body),
         prompt_cache_retention=longest_ttl(body),
     )
-    options = template_options(chat, [_shown_tool(tool) for tool in body.tools or ()] or None)
+    options = template_options(chat, [_openai_tool(tool) for tool in body.tools or ()] or None)
     return Chat(chat, options, unknown_fields, partial(_client_field, form_field=form_field))
 
 
@@ -140,7 +140,7 @@ def _choice(body: schemas.CountBody) -> Any:
     return None
 
 
-def _shown_tool(tool: schemas.MessageTool) -> dict[str, Any]:
+def _openai_tool(tool: schemas.MessageTool) -> dict[str, Any]:
     """Return a tool as chat templates show it."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:

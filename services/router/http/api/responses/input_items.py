@@ -94,7 +94,7 @@ def _listed(stored: StoredResponse) -> list[objects.GivenItem]:
     for place, item in enumerate(items[: len(items) - num_output]):
         given = item.id if isinstance(item.id, str) and item.id else None
         name = _made_id(place, item) if given is None or given in listed else given
-        listed[name] = _shown(item, name)
+        listed[name] = _as_given_item(item, name)
     return list(listed.values())
 
 
@@ -103,7 +103,7 @@ def _made_id(place: int, item: Item) -> str:
     return f"{_PREFIXES[item.type]}_{digest}"
 
 
-def _shown(item: Any, name: str) -> objects.GivenItem:
+def _as_given_item(item: Any, name: str) -> objects.GivenItem:
     status: objects.ItemStatus = "completed"
     if item.status in ("in_progress", "incomplete"):
         status = item.status
