@@ -120,7 +120,7 @@ class ChatOptions:
         return cls(tools, variables, prompt, goes_on)
 
 
-class Fitted(NamedTuple):
+class TemplateInput(NamedTuple):
     """The input of a template, adapted to what it can show.
 
     Attributes:
@@ -134,7 +134,7 @@ class Fitted(NamedTuple):
     variables: Mapping[str, Any]
 
 
-Fit = Callable[[Fitted], Fitted]
+TemplateFix = Callable[[TemplateInput], TemplateInput]
 
 
 class ChatTemplate:
@@ -157,7 +157,7 @@ class ChatTemplate:
         self, source: str, special_tokens: dict[str, str], name: str = "the model's chat template"
     ) -> None:
         self.source = source
-        self.fit: Fit | None = None
+        self.fit: TemplateFix | None = None
         self._special_tokens = dict(special_tokens)
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
@@ -212,7 +212,7 @@ class ChatTemplate:
         return InvalidRequestError(problem, param="messages")
 
     def _variables(self, messages: list[dict[str, Any]], options: ChatOptions) -> dict[str, Any]:
-        given = Fitted(messages, options.tools, {})
+        given = TemplateInput(messages, options.tools, {})
         if self.fit is not None:
             given = self.fit(given)
         return {

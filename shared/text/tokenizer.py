@@ -22,8 +22,8 @@ from pagewire.shared.settings.types import SpecialTokens
 from pagewire.shared.text.chat_template import (
     ChatOptions,
     ChatTemplate,
-    Fit,
     RequestTemplate,
+    TemplateFix,
     read_template,
 )
 from pagewire.shared.text.encoding import Encoder
@@ -168,7 +168,7 @@ class Tokenizer:
         """The source of the chat template: of the one for chats with tools, if it is another."""
         return None if self._tools_template is None else self._tools_template.source
 
-    def fit_chats(self, fit_for: Callable[[str], Fit | None]) -> None:
+    def fit_chats(self, fit_for: Callable[[str], TemplateFix | None]) -> None:
         """Adapt conversations to what the chat template can show, before it renders them.
 
         Args:

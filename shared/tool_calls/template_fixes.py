@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from pagewire.shared.text.chat_template import Fit, Fitted
+from pagewire.shared.text.chat_template import TemplateFix, TemplateInput
 from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 
@@ -36,14 +36,14 @@ _WANTS_NINE = re.compile(r"id['\"\]]*\s*\|\s*length\s*\)?\s*(?:!=|<)\s*9\b")
 _NINE = re.compile(r"[A-Za-z0-9]{9}")
 
 
-def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
+def template_fix_for(source: str, form: ToolFormat | None) -> TemplateFix | None:
     """Return a function that fits conversations to a template; None if none is needed.
 
     Args:
         source: source of the template.
         form: how the model writes calls.
     """
-    steps: list[Fit] = []
+    steps: list[TemplateFix] = []
     others = re.sub(r"message\['tools'\]|'tools' in message", "", source)
     if re.search(r"\btools\b", others) is None:
         names = [name for name, texts in _IN_SYSTEM.items() if any(t in source for t in texts)]
@@ -68,13 +68,13 @@ def fit_for(source: str, form: ToolFormat | None) -> Fit | None:
     return partial(_in_turn, steps) if steps else None
 
 
-def _in_turn(steps: list[Fit], chat: Fitted) -> Fitted:
+def _in_turn(steps: list[TemplateFix], chat: TemplateInput) -> TemplateInput:
     for step in steps:
         chat = step(chat)
     return chat
 
 
-def _in_system(name: str, chat: Fitted) -> Fitted:
+def _in_system(name: str, chat: TemplateInput) -> TemplateInput:
     if not chat.tools:
         return chat
     messages = chat.messages
@@ -84,13 +84,13 @@ def _in_system(name: str, chat: Fitted) -> Fitted:
     return chat._replace(messages=[messages[0] | {name: text}, *messages[1:]])
 
 
-def _as_variable(name: str, chat: Fitted) -> Fitted:
+def _as_variable(name: str, chat: TemplateInput) -> TemplateInput:
     """Pass the tools as another variable; as Python functions, only as that variable."""
     tools = None if name == _AS_PYTHON else chat.tools
     return chat._replace(tools=tools, variables={name: chat.tools} if chat.tools else {})
 
 
-def _planned(chat: Fitted) -> Fitted:
+def _planned(chat: TemplateInput) -> TemplateInput:
     """Set the plan of calls to the text before them."""
     messages = []
     for message in chat.messages:
@@ -101,7 +101,7 @@ def _planned(chat: Fitted) -> Fitted:
     return chat._replace(messages=messages)
 
 
-def _spelled(form: ToolFormat, chat: Fitted) -> Fitted:
+def _spelled(form: ToolFormat, chat: TemplateInput) -> TemplateInput:
     """Move calls into the content, as the model wrote them."""
     messages = []
     for message in chat.messages:
@@ -114,7 +114,7 @@ def _spelled(form: ToolFormat, chat: Fitted) -> Fitted:
     return chat._replace(messages=messages)
 
 
-def _described(chat: Fitted, **others: Any) -> Fitted:
+def _described(chat: TemplateInput, **others: Any) -> TemplateInput:
     """Add missing fields of functions, such as descriptions, without which the template fails."""
     missing = {"description": "", **others}
     tools = []
@@ -126,7 +126,7 @@ def _described(chat: Fitted, **others: Any) -> Fitted:
     return chat._replace(tools=tools)
 
 
-def _with_types(missing: dict[str, Any], chat: Fitted) -> Fitted:
+def _with_types(missing: dict[str, Any], chat: TemplateInput) -> TemplateInput:
     """Remove the type null, and add missing fields of parameters."""
     tools = []
     for tool in chat.tools or []:
@@ -157,7 +157,7 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _with_short_ids(chat: Fitted) -> Fitted:
+def _with_short_ids(chat: TemplateInput) -> TemplateInput:
     """Replace ids that another server gave to calls, which the template would refuse."""
     messages = []
     for message in chat.messages:
@@ -184,7 +184,7 @@ def _short_id(call_id: str) -> str:
     return base64.b32encode(digest).decode()[:9]
 
 
-def _for_harmony(chat: Fitted) -> Fitted:
+def _for_harmony(chat: TemplateInput) -> TemplateInput:
     """Put each call into its own message, with the call's results after it.
 
     The template renders only one call of a message, and refuses content together with reasoning.

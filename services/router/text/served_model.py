@@ -23,7 +23,7 @@ from pagewire.shared.request.sampling import SamplingDefaults
 from pagewire.shared.settings.config import RouterSettings
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.syntax import ChatSyntax
-from pagewire.shared.tool_calls.template_fixes import fit_for
+from pagewire.shared.tool_calls.template_fixes import template_fix_for
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ class ServedModel:
             settings.reasoning_parser,
             tokenizer.marker_token_id,
         )
-        tokenizer.fit_chats(partial(fit_for, form=syntax.tools))
+        tokenizer.fit_chats(partial(template_fix_for, form=syntax.tools))
         # Made now: the first request must not wait for it.
         if tokenizer.table_with(syntax.tokens.values()) is None:
             tokenizer.pieces_with(syntax.tokens.values())

@@ -27,7 +27,7 @@ from pagewire.shared.settings.config import LLMSettings, load_settings
 from pagewire.shared.text.markers import NO_MARKERS
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.syntax import ChatSyntax
-from pagewire.shared.tool_calls.template_fixes import fit_for
+from pagewire.shared.tool_calls.template_fixes import template_fix_for
 
 DEFAULT_TOKENS = 16  # length of an answer to a prompt; in a chat, as many tokens as fit
 
@@ -68,7 +68,7 @@ class OfflineModel:
                 self.settings.reasoning_parser,
                 self.tokenizer.marker_token_id,
             )
-            self.tokenizer.fit_chats(partial(fit_for, form=self._syntax.tools))
+            self.tokenizer.fit_chats(partial(template_fix_for, form=self._syntax.tools))
         self._defaults = load_sampling_defaults(
             self.engine.model_path, self.settings.generation_config
         )

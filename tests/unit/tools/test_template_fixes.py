@@ -13,10 +13,10 @@ import pytest
 
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, Fitted
+from pagewire.shared.text.chat_template import ChatOptions, ChatTemplate, TemplateInput
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS, recognise_tools
-from pagewire.shared.tool_calls.template_fixes import fit_for, write_calls
+from pagewire.shared.tool_calls.template_fixes import template_fix_for, write_calls
 from pagewire.tests.support.tool_answers import CLOCK, TOOLS, WEATHER, calls_of, parsed, parser
 from pagewire.tests.support.tool_models import SPECIAL, make_model, template_source
 
@@ -40,7 +40,7 @@ def shown(name: str, chat: list[dict[str, Any]], tools: Any = None, **variables:
     """Render as servers do."""
     source = template_source(name)
     template = ChatTemplate(source, {"bos_token": "", "eos_token": ""})
-    template.fit = fit_for(source, recognise_tools(source))
+    template.fit = template_fix_for(source, recognise_tools(source))
     return template.render(read_conversation(chat), ChatOptions(tools, variables))
 
 
@@ -83,7 +83,7 @@ def test_ids_of_other_servers_become_such_as_the_template_wants(call_id: str, ch
         "{% if m.role == 'tool' %} {{ m.tool_call_id }}{% endif %}{% endfor %}",
         {},
     )
-    template.fit = fit_for(template.source, None)
+    template.fit = template_fix_for(template.source, None)
     chat = [
         {"role": "assistant", "content": "", "tool_calls": [call("f", {}, call_id)]},
         {"role": "tool", "content": "7", "tool_call_id": call_id},
@@ -96,9 +96,9 @@ def test_ids_of_other_servers_become_such_as_the_template_wants(call_id: str, ch
 def test_different_ids_stay_different_and_good_ones_as_they_are() -> None:
     ids = [*OF_OTHER_SERVERS, "AbCdEf123", *(f"call_{number}" for number in range(1000))]
     chat = [{"role": "tool", "content": "7", "tool_call_id": each} for each in ids]
-    fit = fit_for(NINE, None)
+    fit = template_fix_for(NINE, None)
     assert fit is not None
-    found = [each["tool_call_id"] for each in fit(Fitted(chat, None, {})).messages]
+    found = [each["tool_call_id"] for each in fit(TemplateInput(chat, None, {})).messages]
     assert len(set(found)) == len(ids)
     assert found[len(OF_OTHER_SERVERS)] == "AbCdEf123"
     text = shown("mistral", CHAT)
@@ -107,7 +107,7 @@ def test_different_ids_stay_different_and_good_ones_as_they_are() -> None:
 
 def test_ids_stay_as_they_are_where_the_template_takes_any() -> None:
     source = NINE.replace("9", "40")
-    assert fit_for(source, None) is None
+    assert template_fix_for(source, None) is None
 
 
 def test_phi_has_tools_in_its_system_message() -> None:
@@ -129,7 +129,7 @@ def test_smollm3_has_its_tools_as_pythons_if_it_is_to_write_python() -> None:
     source = "{{ tools }} {{ xml_tools }} {{ python_tools }} <tool_call> <code>"
     assert recognise_tools(source) == TOOL_FORMATS["hermes"]
     template = ChatTemplate(source, {})
-    template.fit = fit_for(source, TOOL_FORMATS["smollm3_python"])
+    template.fit = template_fix_for(source, TOOL_FORMATS["smollm3_python"])
     text = template.render(read_conversation(CHAT[:1]), ChatOptions([CLOCK]))
     assert text == f"None  {[CLOCK]} <tool_call> <code>"
 
@@ -143,7 +143,7 @@ def test_smollm3_has_its_tools_as_pythons_if_it_is_to_write_python() -> None:
 )
 def test_a_function_without_parameters_has_none_for_templates_that_need_them(source: str) -> None:
     template = ChatTemplate(source, {})
-    template.fit = fit_for(source, TOOL_FORMATS["command_r"])
+    template.fit = template_fix_for(source, TOOL_FORMATS["command_r"])
     null = {"name": "clock", "parameters": None, "description": None}
     for tool in (CLOCK, {"type": "function", "function": null}):
         text = template.render(read_conversation(CHAT[:1]), ChatOptions([tool]))
@@ -178,7 +178,7 @@ def test_templates_that_write_types_as_pythons_have_no_null_and_all_descriptions
     }
     tool = {"name": "f", "parameters": {"type": "object", "properties": properties}}
     template = ChatTemplate(PYTHON_TYPES, {})
-    template.fit = fit_for(PYTHON_TYPES, TOOL_FORMATS["command_r"])
+    template.fit = template_fix_for(PYTHON_TYPES, TOOL_FORMATS["command_r"])
     tools = [{"type": "function", "function": tool}, CLOCK]
     text = template.render(read_conversation(CHAT[:1]), ChatOptions(tools))
     unread = json.dumps({"description": "", **properties["f"]})
@@ -192,7 +192,7 @@ def test_tools_nested_too_deeply_are_refused(source: str) -> None:
     for _ in range(sys.getrecursionlimit()):
         schema = {"items": schema}
     template = ChatTemplate(source, {})
-    template.fit = fit_for(source, TOOL_FORMATS["hermes"])
+    template.fit = template_fix_for(source, TOOL_FORMATS["hermes"])
     parameters = {"type": "object", "properties": {"a": schema}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(InvalidRequestError, match="recursion"):
@@ -212,15 +212,17 @@ def test_functions_of_a_system_message() -> None:
     source = (
         "{% for m in messages %}{{ m.content }}{{ message.get('functions', none) }}{% endfor %}"
     )
-    fit = fit_for(source, None)
+    fit = template_fix_for(source, None)
     assert fit is not None
-    given = fit(Fitted([{"role": "user", "content": "x"}], [CLOCK], {}))
+    given = fit(TemplateInput([{"role": "user", "content": "x"}], [CLOCK], {}))
     assert given.messages[0]["functions"] == '[{"name": "clock"}]'
 
 
 def test_templates_that_show_all_get_conversations_as_they_are() -> None:
     for name in ("hermes", "llama3_json", "olmo3", "qwen3_coder", "deepseek_v31"):
-        assert fit_for(template_source(name), recognise_tools(template_source(name))) is None
+        assert (
+            template_fix_for(template_source(name), recognise_tools(template_source(name))) is None
+        )
 
 
 def test_harmony_shows_each_call_with_its_result() -> None:
@@ -249,7 +251,7 @@ def test_harmony_keeps_results_of_no_call_and_reasoning_effort() -> None:
 
 def test_special_tokens_of_calls_are_tokens_and_those_in_arguments_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_dir(make_model(tmp_path, "granite"))
-    tokenizer.fit_chats(partial(fit_for, form=TOOL_FORMATS["granite"]))
+    tokenizer.fit_chats(partial(template_fix_for, form=TOOL_FORMATS["granite"]))
     marker = tokenizer.marker_token_id("<|tool_call|>")
     chat = [CHAT[0], {"role": "assistant", "tool_calls": [call("f", {"a": "<|tool_call|>"}, "a")]}]
     ids = tokenizer.encode_chat(read_conversation(chat))
@@ -259,6 +261,6 @@ def test_special_tokens_of_calls_are_tokens_and_those_in_arguments_text(tmp_path
 
 def test_a_template_may_still_refuse() -> None:
     template = ChatTemplate("{{ raise_exception('no tool_calls') }}", {})
-    template.fit = fit_for(template.source, TOOL_FORMATS["hermes"])
+    template.fit = template_fix_for(template.source, TOOL_FORMATS["hermes"])
     with pytest.raises(InvalidRequestError, match="no tool_calls"):
         template.render(read_conversation(CHAT), ChatOptions())
