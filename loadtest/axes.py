@@ -10,7 +10,7 @@ from itertools import pairwise
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pagewire.loadtest.shapes import Stage
+from pagewire.loadtest.shapes import LoadStage
 
 TITLE_CHARS_PER_INCH = 9
 LABEL_CHARS = 44
@@ -68,7 +68,7 @@ def legend_below(figure: Figure, axis: Axes) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
 
 
-def mark_stages(axis: Axes, schedule: Sequence[Stage]) -> None:
+def mark_stages(axis: Axes, schedule: Sequence[LoadStage]) -> None:
     """Draw a line where the offered rate changes."""
     for before, after in pairwise(schedule):
         axis.axvline(before.end, color="0.8", linewidth=0.8, zorder=0)

@@ -203,7 +203,7 @@ class ChatUser(PagewireUser):
 
     def prepare(self) -> None:
         """Begin a conversation of several questions."""
-        self.conversation = workloads.Conversation(self.rng)
+        self.conversation = workloads.UserConversation(self.rng)
 
     def turn(self) -> None:
         """Ask the conversation's next question and keep its answer."""

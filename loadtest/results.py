@@ -11,7 +11,7 @@ import msgspec
 
 from pagewire.loadtest.cpu import GENERATOR, MACHINE, OTHERS
 from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest, read_lines
-from pagewire.loadtest.shapes import Stage, durations
+from pagewire.loadtest.shapes import LoadStage, durations
 from pagewire.loadtest.slo import StageSummary, summarize
 from pagewire.services.cli.bench.stats import Slo
 
@@ -55,7 +55,7 @@ class Manifest:
     date: str
     versions: dict[str, str]
     slo: Slo
-    schedule: tuple[Stage, ...]
+    schedule: tuple[LoadStage, ...]
     plans: tuple[RunPlan, ...]
     comparisons: tuple[tuple[str, str], ...]
 
@@ -79,7 +79,7 @@ class RunResult:
     """
 
     plan: RunPlan
-    schedule: Sequence[Stage]
+    schedule: Sequence[LoadStage]
     stages: Sequence[StageSummary]
     records: Sequence[MeasuredRequest]
     samples: Sequence[ClusterSample]

@@ -15,7 +15,7 @@ BURST_CALM, BURST_PEAK = 0.75, 0.25  # shares of each period
 
 
 @dataclass(frozen=True)
-class Stage:
+class LoadStage:
     """A time of constant load.
 
     Attributes:
@@ -29,7 +29,7 @@ class Stage:
     rate: float
 
 
-def schedule(shape: ShapeName, rates: Sequence[float], stage_s: float) -> list[Stage]:
+def schedule(shape: ShapeName, rates: Sequence[float], stage_s: float) -> list[LoadStage]:
     """Return the stages of a shape, one after the other.
 
     Args:
@@ -53,12 +53,12 @@ def schedule(shape: ShapeName, rates: Sequence[float], stage_s: float) -> list[S
     return _chain([calm, peak] * len(rates))
 
 
-def stage_at(stages: Sequence[Stage], t: float) -> Stage | None:
+def stage_at(stages: Sequence[LoadStage], t: float) -> LoadStage | None:
     """Return the stage of a moment; None after the last one."""
     return next((stage for stage in stages if t < stage.end), None)
 
 
-def durations(stages: Sequence[Stage]) -> dict[float, float]:
+def durations(stages: Sequence[LoadStage]) -> dict[float, float]:
     """Return for how many seconds each rate is offered."""
     durations: dict[float, float] = {}
     for stage in stages:
@@ -104,10 +104,10 @@ class AlignedPace:
         return self._period - now % self._period
 
 
-def _chain(parts: Sequence[tuple[float, float]]) -> list[Stage]:
-    stages: list[Stage] = []
+def _chain(parts: Sequence[tuple[float, float]]) -> list[LoadStage]:
+    stages: list[LoadStage] = []
     start = 0.0
     for duration, rate in parts:
-        stages.append(Stage(start, start + duration, rate))
+        stages.append(LoadStage(start, start + duration, rate))
         start += duration
     return stages

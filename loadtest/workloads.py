@@ -53,7 +53,7 @@ class Ask:
         }
 
 
-class Conversation:
+class UserConversation:
     """A chat whose prompt grows by a question and an answer each turn, and finally starts again."""
 
     def __init__(self, rng: random.Random) -> None:

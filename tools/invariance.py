@@ -36,7 +36,7 @@ MODES = {False: "default", True: "batch-invariant"}
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class InvarianceWorkload:
     """The prompts and lengths that the measurement runs.
 
     Attributes:
@@ -93,7 +93,7 @@ class Measurement:
         settings: of the engine.
     """
 
-    def __init__(self, model: str, work: Workload, **settings: Any) -> None:
+    def __init__(self, model: str, work: InvarianceWorkload, **settings: Any) -> None:
         self._model, self._work, self._settings = model, work, settings
         self._greedy = SamplingParams(
             temperature=0, max_tokens=work.answer, ignore_eos=True, logprobs=20
@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description="Measure whether log probabilities depend on the batch."
     )
-    usual = Workload()
+    usual = InvarianceWorkload()
     parser.add_argument("model", help="a Hugging Face directory, a hub id, or demo")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
@@ -221,7 +221,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, nargs="+", default=usual.chunks)
     options = parser.parse_args(arguments)
     sizes = (options.prompt_tokens, options.answer_tokens)
-    work = Workload(*sizes, tuple(options.batches), tuple(options.chunks))
+    work = InvarianceWorkload(*sizes, tuple(options.batches), tuple(options.chunks))
     differences: dict[bool, dict[str, Difference]] = {}
     costs: dict[bool, dict[str, float]] = {}
     for mode in MODES:

@@ -47,7 +47,7 @@ class RecordingError(Exception):
 
 
 @dataclass
-class Part:
+class ScreenPart:
     """Text of one line that appears at once.
 
     Attributes:
@@ -64,7 +64,7 @@ class Part:
 class Screen:
     """The lines that a command has printed; it can neither move the cursor nor erase."""
 
-    lines: list[list[Part]] = field(default_factory=lambda: [[]])
+    lines: list[list[ScreenPart]] = field(default_factory=lambda: [[]])
     _style: tuple[str, ...] = ()
 
     def feed(self, at: float, text: str) -> None:
@@ -100,7 +100,7 @@ class Screen:
         if line and line[-1].classes == classes and at - line[-1].at < TOGETHER_S:
             line[-1].text += text
         else:
-            line.append(Part(at, classes, text))
+            line.append(ScreenPart(at, classes, text))
 
 
 def record(command: Sequence[str]) -> Iterator[tuple[float, str]]:
@@ -174,14 +174,14 @@ def draw(screen: Screen, begin: str, caption: str) -> str:
     )
 
 
-def _lines(lines: Iterable[list[Part]], start: float) -> Iterator[str]:
+def _lines(lines: Iterable[list[ScreenPart]], start: float) -> Iterator[str]:
     for number, line in enumerate(lines):
         if line:
             y = MARGIN + (number + 1) * LINE_HEIGHT - 5
             yield f'<text x="{MARGIN}" y="{y}">{"".join(_spans(line, start))}</text>\n'
 
 
-def _spans(line: Iterable[Part], start: float) -> Iterator[str]:
+def _spans(line: Iterable[ScreenPart], start: float) -> Iterator[str]:
     for part in line:
         kind = f' class="{part.classes}"' if part.classes else ""
         delay = max(0.0, part.at - start)
@@ -189,7 +189,7 @@ def _spans(line: Iterable[Part], start: float) -> Iterator[str]:
         yield f'<tspan{kind} style="animation-delay:{delay:.2f}s">{text}</tspan>'
 
 
-def _scrolling(lines: Sequence[list[Part]], start: float) -> tuple[str, int]:
+def _scrolling(lines: Sequence[list[ScreenPart]], start: float) -> tuple[str, int]:
     """Return the rules that keep the newest line in the picture, and the last offset."""
     last = max(part.at for line in lines for part in line) - start + LATEST_END_S
     steps, at = {0.0: 0}, 0.0

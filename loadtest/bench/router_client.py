@@ -230,7 +230,7 @@ def read(stream: Stream, script: Script, tokens: int) -> Iterator[tuple[float, i
         raise BenchError(f"stream {number}: {position} of {tokens} tokens came")
 
 
-class Client:
+class StreamsClient:
     """Reads streams and carries out the bench's commands.
 
     Args:
@@ -366,7 +366,7 @@ def run_client(commands: Connection, credits: Sequence[Connection], script: Scri
     """Run the client's process until the bench closes the connection."""
     with contextlib.suppress(BrokenPipeError):  # the bench has ended meanwhile
         try:
-            Client(commands, [credit.fileno() for credit in credits], script).run()
+            StreamsClient(commands, [credit.fileno() for credit in credits], script).run()
         except BenchError as exc:
             commands.send(exc)
         except OSError as exc:

@@ -41,7 +41,7 @@ KINDS = ("decode", "prompt", "mixed")
 Step = tuple[StepWork, float, float]  # work, predicted and measured seconds
 
 
-class Watched(StepCosts):
+class RecordedCosts(StepCosts):
     """Passes steps on to the costs of an engine, and keeps what was predicted of each.
 
     Attributes:
@@ -212,7 +212,7 @@ def main() -> None:
         built = build_engine(load_settings(EngineSettings, fields), learns_prices=True)
         core = built.core
         emit_prices(core)
-        watched = core.steps.costs = Watched(core.scheduler.costs)
+        watched = core.steps.costs = RecordedCosts(core.scheduler.costs)
         if args.cpu_time:
             core.steps.clock = time.thread_time
         load = SequenceLoad(core, vocab_used(built.config.vocab_size), seed=1)

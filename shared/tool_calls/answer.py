@@ -151,7 +151,7 @@ class ToolCall:
 
 
 @dataclass(slots=True)
-class AnswerMessage:
+class ParsedMessage:
     """The parts of an answer.
 
     Attributes:
@@ -164,7 +164,7 @@ class AnswerMessage:
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     @classmethod
-    def of(cls, events: Iterable[AnswerEvent]) -> AnswerMessage:
+    def of(cls, events: Iterable[AnswerEvent]) -> ParsedMessage:
         """Return the message of an answer's events."""
         content: list[str] = []
         reasoning: list[str] = []
@@ -194,10 +194,10 @@ def read_delta(parser: AnswerParser, delta: TextDelta) -> list[AnswerEvent]:
 
 def read_answer(
     syntax: ChatSyntax, parsing: AnswerParsing, text: str, is_cut: bool = False
-) -> AnswerMessage:
+) -> ParsedMessage:
     """Return the parts of a whole answer; `is_cut` as in `AnswerParser.flush`."""
     parser = answer_parser(syntax, parsing)
-    return AnswerMessage.of([*parser.push(text), *parser.flush(is_cut)])
+    return ParsedMessage.of([*parser.push(text), *parser.flush(is_cut)])
 
 
 def count_reasoning(token_ids: Sequence[int], detokenizer: Detokenizer, end: int | None) -> int:

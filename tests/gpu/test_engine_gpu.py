@@ -27,7 +27,7 @@ from pagewire.tests.support.float32_reference import (
 from pagewire.tests.support.masked_steps import ALLOWED, run_masked_steps
 from pagewire.tests.support.shaped_requests import shaped_fields
 from pagewire.tests.support.tiny_models import write_tiny_model
-from pagewire.tools.invariance import Measurement, Workload
+from pagewire.tools.invariance import InvarianceWorkload, Measurement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -219,7 +219,9 @@ def test_log_probabilities_do_not_depend_on_the_batch(
         write_tiny_model(tmp_path, "gptoss", "windows-by-layer", **changes)
         model = str(tmp_path)
     settings = {"dtype": dtype, "cuda_graphs": cuda_graphs, **POOL}
-    measurement = Measurement(model, Workload(), device="cuda", batch_invariant=True, **settings)
+    measurement = Measurement(
+        model, InvarianceWorkload(), device="cuda", batch_invariant=True, **settings
+    )
     found = dict(measurement.differences())
     # The other model's windows free enough blocks for both answers.
     assert ("preempted" in found) is (name == "demo")

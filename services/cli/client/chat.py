@@ -23,7 +23,7 @@ COMMANDS = "/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stop
 
 
 @dataclass
-class Conversation:
+class TerminalChat:
     """The messages so far, and the fields of requests.
 
     Attributes:
@@ -91,7 +91,7 @@ def chat(
         client = OpenAIClient(*endpoint, timeout_s=timeout, asks_timings=True)
         try:
             name = runner.run(client.choose_model(model))
-            talk = Conversation(system, {"model": name, **fields})
+            talk = TerminalChat(system, {"model": name, **fields})
             if question is None:
                 failures = _converse(runner, client, talk)
             else:
@@ -104,7 +104,7 @@ def chat(
         raise typer.Exit(EXIT_FAILURE)
 
 
-def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation) -> int:
+def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: TerminalChat) -> int:
     """Answer questions until there are no more; return how many could not be answered."""
     failures = 0
     if sys.stdin.isatty():
@@ -123,7 +123,7 @@ def _converse(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation) 
     return failures
 
 
-def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: Conversation, question: str) -> bool:
+def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: TerminalChat, question: str) -> bool:
     """Stream one answer; return whether the question was answered."""
     heard: list[str] = []
 

@@ -95,7 +95,7 @@ class SimulatedAnswer:
 
 
 @dataclass(frozen=True, slots=True)
-class Percentiles:
+class LatencyPercentiles:
     """Percentiles of times, in milliseconds; NaN if there are none."""
 
     p50: float
@@ -103,7 +103,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, seconds: Sequence[float]) -> Percentiles:
+    def of(cls, seconds: Sequence[float]) -> LatencyPercentiles:
         """Return the percentiles of times in seconds."""
         ordered = sorted(seconds)
         return cls(*(percentile(ordered, percent) * 1e3 for percent in (50, 90, 99)))
@@ -138,9 +138,9 @@ class SimulationSummary:
     kept_share: float
     broken: dict[str, float]
     tokens_per_s: float
-    ttft: Percentiles
-    tpot: Percentiles
-    gap: Percentiles
+    ttft: LatencyPercentiles
+    tpot: LatencyPercentiles
+    gap: LatencyPercentiles
     remote_share: float
     cached_share: float
     known_share: float
@@ -179,9 +179,9 @@ def summarize(
         kept_share=_ratio(num_kept, len(answers)),
         broken={name: _ratio(broken[name], len(answers)) for name in ("ttft", "tpot", "gap")},
         tokens_per_s=_ratio(sum(len(answer.times) for answer in answers), seconds),
-        ttft=Percentiles.of([answer.ttft_s for answer in answers if answer.times]),
-        tpot=Percentiles.of([answer.tpot_s for answer in complete]),
-        gap=Percentiles.of([gap for answer in complete for gap in answer.gaps()]),
+        ttft=LatencyPercentiles.of([answer.ttft_s for answer in answers if answer.times]),
+        tpot=LatencyPercentiles.of([answer.tpot_s for answer in complete]),
+        gap=LatencyPercentiles.of([gap for answer in complete for gap in answer.gaps()]),
         remote_share=_ratio(sum(answer.is_remote for answer in complete), len(complete)),
         cached_share=_ratio(sum(answer.cached_tokens for answer in complete), prompt),
         known_share=_ratio(sum(answer.known_tokens for answer in complete), prompt),

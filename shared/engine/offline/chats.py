@@ -16,7 +16,7 @@ from pagewire.shared.grammar.structures import checked_size
 from pagewire.shared.text.chat_messages import read_conversation
 from pagewire.shared.text.chat_template import ChatOptions, TemplateText, TemplateVariables
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, read_answer
+from pagewire.shared.tool_calls.answer import AnswerParsing, ParsedMessage, read_answer
 from pagewire.shared.tool_calls.definitions import ToolChoice, Tools, check_tools, check_tools_size
 from pagewire.shared.tool_calls.form_grammar import (
     form_or_calls,
@@ -97,7 +97,7 @@ class ChatPrompt(TokenizedPrompt):
         parsing = parsing_of_form(self.parsing, form, self.syntax)
         return dataclasses.replace(self, grammars=grammars, parsing=parsing)
 
-    def message(self, text: str, is_cut: bool) -> AnswerMessage:
+    def message(self, text: str, is_cut: bool) -> ParsedMessage:
         """Return the parts of an answer; `is_cut`: the model had not ended it."""
         return read_answer(self.syntax, self.parsing, text, is_cut)
 

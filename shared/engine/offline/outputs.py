@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pagewire.shared.request.logprobs import Token
 from pagewire.shared.request.sampling_types import OutputKind
-from pagewire.shared.tool_calls.answer import AnswerMessage
+from pagewire.shared.tool_calls.answer import ParsedMessage
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     logprobs: Logprobs | None = None
-    message: AnswerMessage | None = None
+    message: ParsedMessage | None = None
 
 
 @dataclass(slots=True)

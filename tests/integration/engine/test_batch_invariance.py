@@ -11,13 +11,13 @@ from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.offline.outputs import Logprob, RequestOutput
 from pagewire.tests.support.tiny_models import write_tiny_model
-from pagewire.tools.invariance import Difference, Measurement, Workload, compare, main
+from pagewire.tools.invariance import Difference, InvarianceWorkload, Measurement, compare, main
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-WORK = Workload(prompt=45, answer=10, batches=(9,), chunks=(7,))
+WORK = InvarianceWorkload(prompt=45, answer=10, batches=(9,), chunks=(7,))
 MORE_WORK = pytest.param(
-    Workload(prompt=60, answer=24, batches=(2, 9, 17), chunks=(7, 33)),
+    InvarianceWorkload(prompt=60, answer=24, batches=(2, 9, 17), chunks=(7, 33)),
     marks=pytest.mark.exhaustive,
     id="more-work",
 )
@@ -32,13 +32,15 @@ MODELS = {
 }
 
 
-def measured(model: str, work: Workload, dtype: str, **settings: Any) -> dict[str, Difference]:
+def measured(
+    model: str, work: InvarianceWorkload, dtype: str, **settings: Any
+) -> dict[str, Difference]:
     return dict(Measurement(model, work, device="cpu", dtype=dtype, **settings).differences())
 
 
 @WORKS
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_depends_on_the_batch(work: Workload, dtype: str) -> None:
+def test_nothing_depends_on_the_batch(work: InvarianceWorkload, dtype: str) -> None:
     found = measured("demo", work, dtype, batch_invariant=True)
     assert {"prefix cached", "recomputed as a prompt", "preempted"} < found.keys()
     assert set(found.values()) == {EQUAL}, found
@@ -54,7 +56,9 @@ def test_by_default_it_does() -> None:
 
 @WORKS
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_of_other_families(tmp_path: Path, work: Workload, model: tuple[str, str]) -> None:
+def test_of_other_families(
+    tmp_path: Path, work: InvarianceWorkload, model: tuple[str, str]
+) -> None:
     write_tiny_model(tmp_path, *model)
     found = measured(str(tmp_path), work, "float32", batch_invariant=True)
     assert set(found.values()) == {EQUAL}, found

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagewire.services.cli.client import sse
 from pagewire.services.cli.client.anatomy import anatomy
-from pagewire.services.cli.client.chat import Conversation
+from pagewire.services.cli.client.chat import TerminalChat
 from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy, root_url
 from pagewire.services.cli.client.openai_client import (
     DIALECTS,
@@ -143,7 +143,7 @@ def test_proxies_are_not_asked_for_this_machine() -> None:
 
 
 def test_conversation_keeps_system_message_and_history() -> None:
-    talk = Conversation("be brief", {"model": "m"})
+    talk = TerminalChat("be brief", {"model": "m"})
     talk.add("one", "1")
     talk.add("nothing", "")
     body = talk.body("two")

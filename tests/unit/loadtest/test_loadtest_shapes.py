@@ -10,9 +10,9 @@ import pytest
 from pagewire.loadtest.shapes import (
     SHAPES,
     AlignedPace,
+    LoadStage,
     PoissonPace,
     ShapeName,
-    Stage,
     durations,
     schedule,
     stage_at,
@@ -21,7 +21,7 @@ from pagewire.loadtest.shapes import (
 
 def test_steps_go_from_rate_to_rate() -> None:
     stages = schedule("steps", [1, 2, 4], 20)
-    assert stages == [Stage(0, 20, 1), Stage(20, 40, 2), Stage(40, 60, 4)]
+    assert stages == [LoadStage(0, 20, 1), LoadStage(20, 40, 2), LoadStage(40, 60, 4)]
 
 
 def test_ramp_rises_evenly_from_the_first_to_the_last_rate() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from pagewire.loadtest import workloads
-from pagewire.loadtest.workloads import MAX_TURNS, Ask, Conversation
+from pagewire.loadtest.workloads import MAX_TURNS, Ask, UserConversation
 
 
 def contents(ask: Ask) -> list[str]:
@@ -16,7 +16,7 @@ def test_equal_seeds_ask_the_same() -> None:
     def asks(seed: int) -> list[Ask]:
         rng = random.Random(seed)
         return [
-            Conversation(rng).next_ask(),
+            UserConversation(rng).next_ask(),
             workloads.shared_prompt_ask(rng, seed),
             workloads.document_ask(rng),
             workloads.burst_ask(rng),
@@ -28,7 +28,7 @@ def test_equal_seeds_ask_the_same() -> None:
 
 
 def test_a_conversation_grows_by_question_and_answer() -> None:
-    conversation = Conversation(random.Random(1))
+    conversation = UserConversation(random.Random(1))
     first = conversation.next_ask()
     conversation.add_answer("An answer.")
     second = conversation.next_ask()
@@ -39,14 +39,14 @@ def test_a_conversation_grows_by_question_and_answer() -> None:
 
 
 def test_a_question_without_an_answer_is_forgotten() -> None:
-    conversation = Conversation(random.Random(1))
+    conversation = UserConversation(random.Random(1))
     conversation.next_ask()
     again = conversation.next_ask()
     assert [message["role"] for message in again.messages] == ["user"]
 
 
 def test_a_conversation_begins_again_after_its_last_turn() -> None:
-    conversation = Conversation(random.Random(1))
+    conversation = UserConversation(random.Random(1))
     lengths = []
     for _ in range(MAX_TURNS + 2):
         lengths.append(len(conversation.next_ask().messages))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.answer_text import TextAssembler, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, read_answer
+from pagewire.shared.tool_calls.answer import AnswerParsing, ParsedMessage, read_answer
 from pagewire.shared.tool_calls.answer_parts import answer_parts
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
@@ -29,7 +29,7 @@ STOPS = ["\n\n", "\n", "so", "e", "soYes", "</think>", "<", "[/", " ", "Yes"]
 
 def assembled(
     name: str, begins: Begins, text: str, rules: TextRules, step: int = 1
-) -> tuple[AnswerMessage, str | None]:
+) -> tuple[ParsedMessage, str | None]:
     """Return an answer as clients get it, and the stop string that ended it."""
     syntax, reading = SYNTAXES[name], AnswerParsing(reasoning=begins)
     assembler = TextAssembler(TOKENIZER, [], rules, answer_parts(syntax, reading))

@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, answer_parser
+from pagewire.shared.tool_calls.answer import AnswerParsing, ParsedMessage, answer_parser
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.form_grammar import after_reasoning, form_or_calls, parsing_of_form
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
@@ -192,6 +192,6 @@ def test_a_form_of_another_kind_may_be_made_to_have_calls(name: str) -> None:
     assert found.content == "Now." and len(found.tool_calls) == 1
 
 
-def events_of(syntax: ChatSyntax, reads: AnswerParsing, parts: list[str]) -> AnswerMessage:
+def events_of(syntax: ChatSyntax, reads: AnswerParsing, parts: list[str]) -> ParsedMessage:
     reader = answer_parser(syntax, reads)
-    return AnswerMessage.of([*(e for part in parts for e in reader.push(part)), *reader.flush()])
+    return ParsedMessage.of([*(e for part in parts for e in reader.push(part)), *reader.flush()])

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
-from pagewire.shared.tool_calls.answer import AnswerMessage, AnswerParsing, answer_parser
+from pagewire.shared.tool_calls.answer import AnswerParsing, ParsedMessage, answer_parser
 from pagewire.shared.tool_calls.definitions import Tool
 from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tool_calls.events import ReasoningText as Reasoning
@@ -53,9 +53,9 @@ def call(name: str, arguments: str, end: str = "<|call|>") -> str:
 
 def read(
     text: str, begins: Begins = "outside", parts: list[str] | None = None, **more: Any
-) -> AnswerMessage:
+) -> ParsedMessage:
     reading = AnswerParsing(NAMES, reasoning=begins, **more)
-    return AnswerMessage.of(parsed(answer_parser(SYNTAX, reading), parts or [text]))
+    return ParsedMessage.of(parsed(answer_parser(SYNTAX, reading), parts or [text]))
 
 
 CASES: list[tuple[str, str | None, str | None, list[tuple[str, str]]]] = [
@@ -157,12 +157,12 @@ def test_parts_come_as_they_are_written() -> None:
 
 
 def test_an_answer_that_is_cut_shows_no_header_and_keeps_its_text() -> None:
-    def cut(text: str, begins: Begins = "outside") -> AnswerMessage:
+    def cut(text: str, begins: Begins = "outside") -> ParsedMessage:
         parser = answer_parser(SYNTAX, AnswerParsing(NAMES, reasoning=begins))
-        return AnswerMessage.of(parsed(parser, [text], is_cut=True))
+        return ParsedMessage.of(parsed(parser, [text], is_cut=True))
 
     for header in ("<|chan", " to=func", "<|channel|>comm", call("clock", "", end="")):
-        assert cut(header) == AnswerMessage("")
+        assert cut(header) == ParsedMessage("")
     assert cut(f"{FINAL}1 <").content == cut("1 <", "answer").content == "1 <"
     assert cut(call("clock", "{}", end="<|ca")).content is None
 

@@ -12,8 +12,8 @@ from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.detokenizer import make_detokenizer
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer import (
-    AnswerMessage,
     AnswerParsing,
+    ParsedMessage,
     answer_parser,
     count_reasoning,
     read_answer,
@@ -32,7 +32,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-def message(text: str, begins: Begins = "outside", **reading: object) -> AnswerMessage:
+def message(text: str, begins: Begins = "outside", **reading: object) -> ParsedMessage:
     return read_answer(SYNTAX, AnswerParsing(("clock",), reasoning=begins, **reading), text)
 
 
@@ -167,7 +167,7 @@ def test_answers_between_tags_without_reasoning(
     for size in (1, 3, 100):
         parser = answer_parser(COHERE, AnswerParsing(("clock",), reasoning=begins))
         parts = [text[at : at + size] for at in range(0, len(text), size)]
-        found = AnswerMessage.of(parsed(parser, parts))
+        found = ParsedMessage.of(parsed(parser, parts))
         assert (found.reasoning, found.content) == (reasoning, content)
 
 
@@ -206,7 +206,7 @@ def test_an_answer_may_be_between_tags(
 ) -> None:
     for parts in ([text], data.draw(splits(text))):
         reader = answer_parser(RESPONSES, AnswerParsing(reasoning="outside"))
-        found = AnswerMessage.of(parsed(reader, parts))
+        found = ParsedMessage.of(parsed(reader, parts))
         assert (found.reasoning, found.content) == (reasoning, content)
 
 

@@ -16,7 +16,10 @@ from pagewire.services.router.http.body_processes.child_process import (
     ChildProcess,
 )
 from pagewire.services.router.http.body_processes.framing import receive_message
-from pagewire.services.router.http.body_processes.grammar_process import Ready, Verdict
+from pagewire.services.router.http.body_processes.grammar_process import (
+    GrammarProcessReady,
+    GrammarVerdict,
+)
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.aio import start_task
 from pagewire.shared.base.errors import (
@@ -238,7 +241,7 @@ class GrammarChecker:
                 self._begin(process)
             process.connection.settimeout(TIMEOUT_S)
             process.send(trial.text)
-            verdict = receive_message(process.connection, Verdict)
+            verdict = receive_message(process.connection, GrammarVerdict)
             memory_bytes = verdict.memory_bytes
         except _NoVocabularyError as exc:
             return str(exc), False
@@ -267,7 +270,9 @@ class GrammarChecker:
         """Wait until a new process can try grammars."""
         try:
             process.send_settings()
-            if (problem := receive_message(process.connection, Ready).problem) is not None:
+            if (
+                problem := receive_message(process.connection, GrammarProcessReady).problem
+            ) is not None:
                 raise _NoVocabularyError(problem)
         except TimeoutError as exc:
             raise BusyError(_NOT_IN_TIME) from exc

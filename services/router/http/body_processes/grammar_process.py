@@ -51,13 +51,13 @@ class VocabularySettings(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
 
 
-class Ready(msgspec.Struct, frozen=True):
+class GrammarProcessReady(msgspec.Struct, frozen=True):
     """The answer to the settings: why grammars cannot be tried, None if they can."""
 
     problem: str | None
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class GrammarVerdict(msgspec.Struct, frozen=True):
     """The problem of a grammar, if it has one, and the memory that the process holds now."""
 
     problem: str | None
@@ -75,20 +75,20 @@ def serve(connection: socket.socket) -> None:
     try:
         vocabulary = load_vocabulary(path, settings.vocab_size, settings.eos_token_ids)
     except InvalidRequestError as exc:
-        send_message(connection, Ready(exc.message))
+        send_message(connection, GrammarProcessReady(exc.message))
         return
     _limit_memory()
-    send_message(connection, Ready(None))
+    send_message(connection, GrammarProcessReady(None))
     while True:
         text = receive_message(connection, str)
         send_message(connection, _verdict(text, vocabulary))
 
 
-def _verdict(text: str, vocabulary: LLTokenizer) -> Verdict:
+def _verdict(text: str, vocabulary: LLTokenizer) -> GrammarVerdict:
     problems: list[str | None] = []
     task = partial(_try, text, vocabulary, problems)
     start_thread(limits.CHECK_STACK_BYTES, "grammar", task).join()
-    return Verdict(problems[0], memory_bytes())
+    return GrammarVerdict(problems[0], memory_bytes())
 
 
 def _try(text: str, vocabulary: LLTokenizer, problems: list[str | None]) -> None:

@@ -24,7 +24,7 @@ from pagewire.services.router.http.api.openai.parsed_answer import ParsedAnswer
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.text.answer_text import TextDelta
 from pagewire.shared.tool_calls import events as parsed
-from pagewire.shared.tool_calls.answer import AnswerMessage as ReadMessage
+from pagewire.shared.tool_calls.answer import ParsedMessage
 
 DONE = b"data: [DONE]\n\n"
 
@@ -271,7 +271,7 @@ class ChatFormat(_OpenAIFormat):
         return _added(self._answers[index].read(delta))
 
     def _message(self, index: int, answer: TextDelta) -> objects.AnswerMessage:
-        parsed = ReadMessage.of(self._answers[index].read(answer))
+        parsed = ParsedMessage.of(self._answers[index].read(answer))
         calls = [
             objects.AnswerCall(call.id, objects.AnswerFunction(call.name, call.arguments))
             for call in parsed.tool_calls
