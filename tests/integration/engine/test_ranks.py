@@ -177,6 +177,19 @@ def test_memory_that_runs_out_on_rank_0_blames_nobody() -> None:
         llm.generate(PROMPTS, LONG)
 
 
+def test_a_step_whose_kernels_have_missed_a_rank_ends_all() -> None:
+    llm = make_llm(2)
+    [rank] = llm.engine.ranks.processes
+    executor = llm.engine.core.executor
+    assert isinstance(executor, RanksExecutor)
+    missed = RankError("rank 1 has not come for 5 s", 1)
+    executor.communicator = Mock(check=Mock(side_effect=[None, None, missed]))
+    with pytest.raises(RankError, match="rank 1 has not come for 5 s"):
+        llm.generate(PROMPTS, LONG)
+    assert llm.engine.core.stats.steps == 3
+    assert rank.poll() == -signal.SIGKILL
+
+
 def test_ranks_that_sample_different_tokens_end() -> None:
     llm = make_llm(2)
     asked = SamplingParams(temperature=1, seed=1, max_tokens=400, ignore_eos=True)
