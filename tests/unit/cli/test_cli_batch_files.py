@@ -169,7 +169,7 @@ def test_a_line_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
 def test_another_file_is_refused_and_stays(tmp_path: Path, content: bytes, number: int) -> None:
     path = tmp_path / "out"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=f"line {number}: it is not .*; name another file"):
+    with pytest.raises(ConfigError, match=f"line {number}: this is not .*; name another file"):
         OutputFile(path, keep_ok)
     assert path.read_bytes() == content
 

@@ -213,12 +213,12 @@ MEMORY = """
 import resource, sys, torch
 from pathlib import Path
 from pagewire.shared.model.safetensors_header import read_header
-from pagewire.shared.model.weights_copy import Fill, copy_weights
+from pagewire.shared.model.weights_copy import TensorCopy, copy_weights
 file = read_header(Path(sys.argv[1]))
 target = torch.zeros(file.tensors["x"].shape, dtype=getattr(torch, sys.argv[2]))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
-copy_weights([Fill(file, file.tensors["x"], target)], torch.device("cpu"), lambda count: None)
+copy_weights([TensorCopy(file, file.tensors["x"], target)], torch.device("cpu"), lambda count: None)
 print(peak() - before)
 """
 
