@@ -40,7 +40,7 @@ class RankMemory(NamedTuple):
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks."""
+        """How many ranks share the memory."""
         return len(self.addresses)
 
     @property

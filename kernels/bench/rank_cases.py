@@ -56,7 +56,7 @@ def label_of(size: int) -> str:
 
 
 def reduce_cases() -> Iterator[BenchCase]:
-    """Yield sums of all sizes."""
+    """Yield the cases of sums over ranks, of all sizes."""
     for size in SIZES:
         ranks = _Ranks()
         rows = size // (HIDDEN * DTYPE.itemsize)
