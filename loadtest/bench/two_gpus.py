@@ -57,9 +57,9 @@ def check_and_time_the_wire() -> None:
     """
     for module, *options in (
         ("pagewire.kernels.bench.run", "--ops", "kv_pack"),
-        ("pagewire.loadtest.bench.wire", "--carrier", "ipc", "--senders", "4"),
-        ("pagewire.loadtest.bench.wire", "--carrier", "ipc", "--stepping"),
-        ("pagewire.loadtest.bench.wire", "--carrier", "ucx", "--senders", "4"),
+        ("pagewire.loadtest.bench.wire", "--transport", "ipc", "--senders", "4"),
+        ("pagewire.loadtest.bench.wire", "--transport", "ipc", "--stepping"),
+        ("pagewire.loadtest.bench.wire", "--transport", "ucx", "--senders", "4"),
     ):
         done = subprocess.run([sys.executable, "-P", "-m", module, *options], check=False)
         if done.returncode != 0:

@@ -1,6 +1,6 @@
 """Times the KV wire: two or more processes, an endpoint each, whole prompts' KV blocks.
 
-    python -P -m pagewire.loadtest.bench.wire --carrier ipc [--tokens 8192] [--stepping]
+    python -P -m pagewire.loadtest.bench.wire --transport ipc [--tokens 8192] [--stepping]
         [--senders 4]
 
 All processes run a real engine thread, scheduler, block pool and KV endpoint; a step runs a few
@@ -114,7 +114,7 @@ class Bench:
             )
 
     def _print(self, what: str, **fields: float) -> None:
-        emit(what, carrier=self.options.carrier, stepping=self.options.stepping, **fields)
+        emit(what, transport=self.options.transport, stepping=self.options.stepping, **fields)
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -125,7 +125,7 @@ def measure(options: argparse.Namespace) -> None:
     """
     engine = Engine(torch.device(options.target), options.tokens, options.stepping)
     engine.runner.mover.capture_unpacking(engine.staging.buffers)
-    receiving = Receiving(engine, options.carrier)
+    receiving = Receiving(engine, options.transport)
     total = -(-options.tokens // BLOCK_SIZE) * LAYOUT.block_bytes
     bench = Bench(options, receiving, total, copy_gb_per_s(options.source, options.target, total))
     engine.thread.start()
@@ -133,7 +133,7 @@ def measure(options: argparse.Namespace) -> None:
         stack.callback(engine.close)
 
         def start() -> BenchProcess:
-            child = BenchProcess(run_sender, options.carrier, options.source, options.tokens)
+            child = BenchProcess(run_sender, options.transport, options.source, options.tokens)
             stack.callback(child.close)
             return child
 
@@ -150,10 +150,10 @@ def measure(options: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Measure how fast one carrier sends KV blocks."""
+    """Measure how fast one transport sends KV blocks."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     gpus = torch.cuda.device_count()
-    parser.add_argument("--carrier", default="ipc" if gpus else "zmq")
+    parser.add_argument("--transport", default="ipc" if gpus else "zmq")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--source", default="cuda:0" if gpus else "cpu")
     parser.add_argument("--target", default=f"cuda:{min(gpus - 1, 1)}" if gpus else "cpu")

@@ -52,7 +52,7 @@ from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import make_staging
-from pagewire.shared.worker.kv import open_carrier
+from pagewire.shared.worker.kv import open_transport
 
 BLOCK_SIZE = 16
 IDENTITY = ModelIdentity(
@@ -180,11 +180,11 @@ class Engine:
         """Do nothing with the tokens, which no bench reads."""
 
     def endpoint(
-        self, carrier: str, handle: Callable[[KvEvent], None] = lambda _event: None
+        self, transport: str, handle: Callable[[KvEvent], None] = lambda _event: None
     ) -> KvEndpoint:
-        """Open sockets, carrier and endpoint, with further arguments of its receiver."""
+        """Open sockets, transport and endpoint, with further arguments of its receiver."""
         sockets = KvSockets(None, self.staging.slot_bytes)
-        opened = open_carrier(carrier, self.staging, self.runner, "127.0.0.1")
+        opened = open_transport(transport, self.staging, self.runner, "127.0.0.1")
         self.open.callback(sockets.close)
         self.open.callback(opened.close)
         for fd in opened.fds():
@@ -194,7 +194,7 @@ class Engine:
             "moves": self.runner,
             "staging": self.staging,
             "layout": LAYOUT,
-            "carriers": {carrier: opened},
+            "transports": {transport: opened},
             "events": deque[KvEvent](),
             "watch": self.thread.watch,
             "unwatch": self.thread.unwatch,
@@ -227,7 +227,7 @@ class Engine:
         return done.get(timeout=TIMEOUT_S)
 
 
-def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int) -> None:
+def run_sender(commands: Connection, transport: str, device: str, num_tokens: int) -> None:
     """Run a sender's process, until the bench closes the connection.
 
     It sends None once it can open a link. It answers a `KvHello` with None when the link is open,
@@ -237,7 +237,7 @@ def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int)
     engine = Engine(torch.device(device), num_tokens)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
-    sender = engine.endpoint(carrier).sender
+    sender = engine.endpoint(transport).sender
     engine.thread.start()
     commands.send(None)
     (hello,) = commands.recv()
@@ -264,10 +264,10 @@ def run_sender(commands: Connection, carrier: str, device: str, num_tokens: int)
 class Receiving:
     """The receiving process's side. Links open one after the other."""
 
-    def __init__(self, engine: Engine, carrier: str) -> None:
+    def __init__(self, engine: Engine, transport: str) -> None:
         self._events: queue.Queue[Any] = queue.Queue()  # events of one kind at a time, or an error
         self._engine = engine
-        self._receiver = engine.endpoint(carrier, self._on_event).receiver
+        self._receiver = engine.endpoint(transport, self._on_event).receiver
         self._rounds = 0
 
     def _on_event(self, event: KvEvent) -> None:
@@ -308,7 +308,7 @@ class Receiving:
             link=link.number,
             token=link.token,
             endpoint=self._receiver.socket.endpoint,
-            carriers=link.offers,
+            transports=link.offers,
             slot_bytes=self._engine.staging.slot_bytes,
         )
         process.ask(hello)

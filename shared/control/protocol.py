@@ -31,7 +31,7 @@ from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.request.sampling_types import LogId, OwnerName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
@@ -184,7 +184,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             overlaps the prefill.
         kv_bytes: bytes of these segments.
         segments: number of these segments.
-        carrier: the carrier that sent them.
+        transport: the means by which they were sent, such as "ipc".
     """
 
     wait_s: float = 0.0
@@ -198,7 +198,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arriving_s: float = 0.0
     kv_bytes: Count = 0
     segments: Count = 0
-    carrier: Id | None = None
+    transport: Id | None = None
 
 
 class LoadReport(msgspec.Struct, frozen=True, array_like=True):
@@ -300,7 +300,7 @@ class KvHello(Message, frozen=True, kw_only=True):
         link: the decode worker's number of the link.
         token: identifies the link on the decode worker's KV socket; 16 random bytes.
         endpoint: address of that socket.
-        carriers: name -> what the sender's half of the carrier needs, in order of preference.
+        transports: name -> what the sender's half of the transport needs, in order of preference.
         slot_bytes: size of the decode worker's staging slots, the upper bound of a segment.
     """
 
@@ -311,7 +311,7 @@ class KvHello(Message, frozen=True, kw_only=True):
     link: Count
     token: Annotated[bytes, Meta(min_length=16, max_length=16)]
     endpoint: Text
-    carriers: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
+    transports: Annotated[dict[Id, Annotated[bytes, Meta(max_length=1 << 16)]], Meta(max_length=8)]
     slot_bytes: Count
 
 

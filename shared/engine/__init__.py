@@ -22,7 +22,7 @@ in, `StepResult` out), `scheduling/scheduler.py`, `core.py`. `Sequence` objects 
 and core; executors know only device slots and blocks. Stop strings are not found here but in
 `shared/text/answer_text.py`.
 
-May import: `kernels`, `shared.kv` (without endpoint and carriers), `shared.model`, `shared.text`,
+May import: `kernels`, `shared.kv` (without endpoint and transports), `shared.model`, `shared.text`,
 `shared.tool_calls`, `shared.grammar`, `shared.control.protocol`, `costs`, `base`, `settings`,
 `request`.
 """

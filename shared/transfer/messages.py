@@ -48,12 +48,12 @@ class Open(_Message, frozen=True):
     """The sender has connected; the receiver answers with credits.
 
     Attributes:
-        carrier: the carrier that it has chosen from `KvHello`.
-        reply: what the receiver's half of the carrier needs to know.
+        transport: the transport that it has chosen from `KvHello`.
+        reply: what the receiver's half of the transport needs to know.
         ranks: number of the sender's ranks.
     """
 
-    carrier: Id
+    transport: Id
     reply: Annotated[bytes, Meta(max_length=MAX_REPLY_BYTES)]
     ranks: Annotated[int, Meta(ge=1, le=64)] = 1
 

@@ -69,7 +69,7 @@ class DecodeLinks:
             self.post(peer_id, KvRefusal(link=hello.link, error=clip_text(str(exc))))
         else:
             self._complaints.forget(hello.worker_id, hello.epoch)
-            logger.info("KV link to %s: %s", hello.worker_id, link.carrier)
+            logger.info("KV link to %s: %s", hello.worker_id, link.transport)
 
     async def _connect(self, peer_id: str, peer: _Peer) -> SenderLink:
         hello = peer.hello
@@ -106,7 +106,7 @@ class DecodeLinks:
         return next(found, None)
 
     def on_lost(self, link: SenderLink, reason: str) -> None:
-        """Notify the worker, which then offers another link, perhaps by another carrier."""
+        """Notify the worker, which then offers another link, perhaps by another transport."""
         logger.warning("the KV link to %s has ended: %s", link.peer, reason)
         if (peer_id := self.connection_of(link)) is not None:
             number = self._peers.pop(peer_id).hello.link

@@ -72,7 +72,7 @@ class DecodeRequest:
             about: Attributes = {
                 "pagewire.kv_bytes": self.timings.kv_bytes,
                 "pagewire.segments": self.timings.segments,
-                "pagewire.carrier": self.timings.carrier or "",
+                "pagewire.transport": self.timings.transport or "",
             }
             self.span.record_child("transfer", self.timings.arriving_s, about)
 

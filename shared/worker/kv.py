@@ -1,4 +1,4 @@
-"""Opens a worker's KV endpoint: its sockets, its carriers, and both halves."""
+"""Opens a worker's KV endpoint: its sockets, its transports, and both halves."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from pagewire.shared.engine.ranks.executor import RanksExecutor
 from pagewire.shared.engine.ranks.moves import RanksMoves
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
-from pagewire.shared.transfer.carriers.base import Carrier
-from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
 from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
+from pagewire.shared.transfer.transports.base import Transport
+from pagewire.shared.transfer.transports.zmq import ZmqTransport
 from pagewire.shared.worker.engine_handle import EngineHandle
 
-CARRIERS = tuple(name for name in get_args(KvTransport) if name != "auto")
+TRANSPORTS = tuple(name for name in get_args(KvTransport) if name != "auto")
 
 logger = logging.getLogger(__name__)
 
 
-def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
-    """Return the names of the carriers that a worker opens, the one it prefers first.
+def transports_to_open(settings: WorkerSettings, device: torch.device) -> tuple[str, ...]:
+    """Return the names of the transports that a worker opens, the one it prefers first.
 
     "auto" is CUDA IPC between the GPUs of one host, which opens no port. UCX comes next, on a
     network that is declared private: anyone who reaches a UCX port can end the worker. ZeroMQ,
@@ -52,11 +52,11 @@ def carriers_to_open(settings: WorkerSettings, device: torch.device) -> tuple[st
     return ("ipc", "ucx", "zmq") if is_private else ("ipc", "zmq")
 
 
-def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> Carrier:
-    """Open the carrier of this name.
+def open_transport(name: str, staging: Staging, moves: BlockMoves, host: str) -> Transport:
+    """Open the transport of this name.
 
     Args:
-        name: one of `CARRIERS`.
+        name: one of `TRANSPORTS`.
         staging: of this worker.
         moves: queues work on its device.
         host: this machine's own name or address, on whose network device UCX listens. May be
@@ -66,19 +66,19 @@ def open_carrier(name: str, staging: Staging, moves: BlockMoves, host: str) -> C
         ConfigError: it is not available here; says why.
     """
     if name == "zmq":
-        return ZmqCarrier(staging, moves)
+        return ZmqTransport(staging, moves)
     if name == "ipc":
         if not staging.memory.is_cuda:
             raise ConfigError("CUDA IPC needs staging on a GPU: choose 'zmq' or 'ucx'")
-        from pagewire.shared.transfer.carriers.ipc import IpcCarrier
+        from pagewire.shared.transfer.transports.ipc import IpcTransport
 
-        return IpcCarrier(staging)
+        return IpcTransport(staging)
     if name == "ucx":
-        from pagewire.shared.transfer.carriers.ucx import UcxCarrier
-        from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
+        from pagewire.shared.transfer.transports.ucx import UcxTransport
+        from pagewire.shared.transfer.transports.ucx_settings import ucx_settings
 
-        return UcxCarrier(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
-    raise ConfigError(f"KV transport {name!r} is unknown; choose {', '.join(CARRIERS)}")
+        return UcxTransport(staging, ucx_settings(host, cuda=staging.memory.is_cuda))
+    raise ConfigError(f"KV transport {name!r} is unknown; choose {', '.join(TRANSPORTS)}")
 
 
 def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[Staging, BlockMoves]:
@@ -105,35 +105,37 @@ async def open_endpoint(
     advertise_host: str,
     handle: Callable[[KvEvent], None],
 ) -> KvEndpoint:
-    """Open a worker's KV endpoint: carriers, sender and receiver.
+    """Open a worker's KV endpoint: transports, sender and receiver.
 
     `stack` closes it, after the engine's thread has ended. `handle` gets its events.
 
     Raises:
-        ConfigError: a carrier is not available, or this machine does not have the host's address.
+        ConfigError: a transport is not available, or this machine does not have the host's address.
     """
     stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
-    carriers: dict[str, Carrier] = {}
+    transports: dict[str, Transport] = {}
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
-    for name in carriers_to_open(settings, staging.memory.device):
+    for name in transports_to_open(settings, staging.memory.device):
         try:
-            carrier = await asyncio.to_thread(open_carrier, name, staging, engine.moves, own_host)
+            transport = await asyncio.to_thread(
+                open_transport, name, staging, engine.moves, own_host
+            )
         except (ConfigError, TransferError) as exc:
             if settings.kv_transport != "auto":
                 raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
-            logger.warning("cannot open the KV carrier %s, using the others: %s", name, exc)
+            logger.warning("cannot open the KV transport %s, using the others: %s", name, exc)
             continue
-        stack.callback(carrier.close)
-        for fd in carrier.fds():
+        stack.callback(transport.close)
+        for fd in transport.fds():
             engine.thread.watch(fd)
             stack.callback(engine.thread.unwatch, fd)
-        carriers[name] = carrier
+        transports[name] = transport
     parts: dict[str, Any] = {
         "core": engine.core,
         "moves": engine.moves,
         "staging": staging,
         "layout": engine.layout,
-        "carriers": carriers,
+        "transports": transports,
         "events": deque[KvEvent](),
         "watch": engine.thread.watch,
         "unwatch": engine.thread.unwatch,

@@ -16,11 +16,11 @@ from pagewire.shared.transfer.messages import Outcome
 
 def links_of(sender: KvSender) -> list[LinkInfo]:
     """Return the KV links over which a worker sends, for its record."""
-    found = [(link, sender.stats.bytes[link.peer, link.carrier]) for link in list(sender.links)]
+    found = [(link, sender.stats.bytes[link.peer, link.transport]) for link in list(sender.links)]
     return [
         LinkInfo(
             peer=link.peer,
-            transport=link.carrier,
+            transport=link.transport,
             gbps=link.gb_per_s,
             latency_s=link.speed.latency_s,
             bytes=sent,
@@ -39,7 +39,7 @@ def _speeds(sender: KvSender) -> Metric:
     )
     for link in list(sender.links):
         if link.gb_per_s:
-            family.add_metric([link.carrier, link.peer], link.gb_per_s * 1e9)
+            family.add_metric([link.transport, link.peer], link.gb_per_s * 1e9)
     return family
 
 
@@ -67,8 +67,8 @@ class KvCollector:
             ("sent", sender.stats, (*arrived, "lost")),
             ("received", receiver.stats, arrived),
         ):
-            for (peer, carrier), count in list(stats.bytes.items()):
-                crossed.add_metric([direction, carrier, peer], count)
+            for (peer, transport), count in list(stats.bytes.items()):
+                crossed.add_metric([direction, transport, peer], count)
             for outcome in outcomes:
                 segments.add_metric([direction, outcome], stats.outcomes[outcome])
         yield crossed

@@ -14,7 +14,7 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from pagewire.shared.transfer.carriers.base import Carrier
+from pagewire.shared.transfer.transports.base import Transport
 from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.service_gate import ServiceGate
 
@@ -30,13 +30,13 @@ class WorkerLifetime:
 
     Attributes:
         watch: notices that the engine hangs or has ended.
-        carriers: those that are open in this process.
+        transports: those that are open in this process.
         gate: knows the running work.
         is_draining: no new requests are taken.
     """
 
     watch: EngineWatch
-    carriers: Collection[Carrier]
+    transports: Collection[Transport]
     gate: ServiceGate
     is_draining: bool = False
 
@@ -53,7 +53,7 @@ class WorkerLifetime:
     @property
     def is_worn_out(self) -> bool:
         """Whether only a new process can open further KV links; this one drains and ends."""
-        return any(carrier.should_restart for carrier in self.carriers)
+        return any(transport.should_restart for transport in self.transports)
 
     async def serve(self, stop: asyncio.Event) -> int:
         """Wait for a signal to stop, or for what makes a restart necessary; return the exit code.

@@ -72,8 +72,8 @@ class PrefillLinks:
     """Keeps one link to every worker that computes prompts for this one.
 
     Each link is opened in its own task, so that a worker that does not answer delays no other. A
-    carrier whose test fails is not offered to that run of the prefill worker again, until an
-    attempt without it fails before a carrier is chosen: then all are offered again.
+    transport whose test fails is not offered to that run of the prefill worker again, until an
+    attempt without it fails before a transport is chosen: then all are offered again.
 
     Attributes:
         identity: this worker's name and epoch.
@@ -103,7 +103,7 @@ class PrefillLinks:
     _links: dict[str, PrefillLink] = field(default_factory=dict)
     _keeping: asyncio.Task[None] | None = None
     _is_closed: bool = False
-    # Carriers that failed their tests, and why, by worker and epoch.
+    # Transports that failed their tests, and why, by worker and epoch.
     _unfit: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
     _complaints: Complaints = field(default_factory=lambda: Complaints(logger))
 
@@ -158,17 +158,17 @@ class PrefillLinks:
         await asyncio.wait([link.tested], timeout=self.timeout_s)  # no TimeoutError
         if link.tested.done():
             self._complaints.forget(record.worker_id, record.epoch)
-            logger.info("linked to %s by %s", record.worker_id, kv.carrier)
-        elif kv.is_granted or not kv.carrier:
+            logger.info("linked to %s by %s", record.worker_id, kv.transport)
+        elif kv.is_granted or not kv.transport:
             self.on_lost(kv, "no answer")
-        else:  # not the carrier's fault
+        else:  # not the transport's fault
             self._lose(link, "all staging slots are in use")
 
     async def _offer(self, link: PrefillLink) -> ReceiverLink:
-        """Offer a KV link, by the carriers that have not failed.
+        """Offer a KV link, by the transports that have not failed.
 
         Raises:
-            PagewireError: too many links are open, no carrier works, the engine is busy, or the
+            PagewireError: too many links are open, no transport works, the engine is busy, or the
                 connection is lost.
         """
         run = link.record.worker_id, link.record.epoch
@@ -186,7 +186,7 @@ class PrefillLinks:
             link=kv.number,
             token=kv.token,
             endpoint=self.receiver.socket.endpoint,
-            carriers=kv.offers,
+            transports=kv.offers,
             slot_bytes=self.receiver.staging.slot_bytes,
         )
         link.client.post(hello)
@@ -220,18 +220,18 @@ class PrefillLinks:
         link = self._links.get(kv.peer)
         if link is not None and link.kv.value is kv:
             if not link.tested.done():
-                self._leave_out(link.record, kv.carrier, reason)
+                self._leave_out(link.record, kv.transport, reason)
             self._lose(link, reason)
 
-    def _leave_out(self, record: WorkerRecord, carrier: str, reason: str) -> None:
-        """Note that a carrier failed its test; if all have failed or none was chosen, offer all."""
+    def _leave_out(self, record: WorkerRecord, transport: str, reason: str) -> None:
+        """Record that a transport failed its test; if none is left, all are offered again."""
         known = {(worker.worker_id, worker.epoch) for worker in self.workers()}
         self._unfit = {run: unfit for run, unfit in self._unfit.items() if run in known}
         run = record.worker_id, record.epoch
-        unfit = self._unfit.pop(run, {}) | {carrier: f"its test failed: {reason}"}
-        if carrier and not unfit.keys() >= self.receiver.carriers.keys():
+        unfit = self._unfit.pop(run, {}) | {transport: f"its test failed: {reason}"}
+        if transport and not unfit.keys() >= self.receiver.transports.keys():
             self._unfit[run] = unfit
-            logger.warning("carrier %s failed: %s gets others first", carrier, record.worker_id)
+            logger.warning("transport %s failed: %s gets others first", transport, record.worker_id)
 
     def _lose(self, link: PrefillLink, reason: str) -> None:
         """End a link, or the attempt to open it, if it has not ended yet."""

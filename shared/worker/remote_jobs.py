@@ -145,7 +145,7 @@ class RemoteJobs:
             arriving_s=0.0 if first is None else now - first,
             kv_bytes=job.num_bytes,
             segments=job.num_segments,
-            carrier=job.link.carrier or None,
+            transport=job.link.transport or None,
         )
         request.add_transfer_span()
         if request.message.timed:

@@ -202,7 +202,7 @@ class WorkerRuntime:
         )
         await self._open_kv(stack)
         watch = EngineWatch(self.engine, settings.step_timeout_s)
-        self.lifetime = WorkerLifetime(watch, self.kv.receiver.carriers.values(), self.gate)
+        self.lifetime = WorkerLifetime(watch, self.kv.receiver.transports.values(), self.gate)
         await self._open_sockets(stack)
         self.directory = WorkerDirectory(
             self._registry, settings.heartbeat_s, own_id=self.worker_id
@@ -322,7 +322,7 @@ class WorkerRuntime:
             max_model_len=self.built.max_model_len,
             full_model_len=self.built.full_model_len,
             state="ready" if self.lifetime.check_health() else "draining",
-            kv_transports=list(self.kv.receiver.carriers),
+            kv_transports=list(self.kv.receiver.transports),
             load=load_of(self.engine, self.settings.max_num_seqs),
             links=links_of(self.kv.sender),
             block_bytes=layout.block_bytes * layout.ranks * len(layout.groups),

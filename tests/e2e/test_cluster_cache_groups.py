@@ -1,5 +1,5 @@
 """Clusters of each kind of cache group, and of quantised models: Hugging Face's tokens, over each
-carrier, whatever happens meanwhile."""
+transport, whatever happens meanwhile."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ ANSWER, TIMEOUT_S = 60, 100.0
 IN_FP8 = "some windows in fp8"
 WEIGHTS_IN_INT4, ALL_IN_FP8 = "weights in int4", "weights and some windows in fp8"
 WORKERS = 3
-# Device and carrier.
-CARRIERS = {
+# Device and transport.
+TRANSPORTS = {
     "zmq": ("cpu", "zmq"),
     "ucx": ("cpu", "ucx"),
     "cuda-ipc": ("cuda", "ipc"),
@@ -77,7 +77,7 @@ LAYOUTS: dict[str, Layout | Int4Layout] = {
 KV_IN_FP8 = {IN_FP8, ALL_IN_FP8}
 
 
-# A carrier moves bytes, whatever they are: on a CPU, UCX moves those of one group and of several.
+# A transport moves bytes, whatever they are: on a CPU, UCX moves those of one group and of several.
 EXHAUSTIVE = {
     ("no windows", "ucx"), ("all windows", "ucx"), (IN_FP8, "zmq"), (IN_FP8, "ucx"),
     (WEIGHTS_IN_INT4, "ucx"), (ALL_IN_FP8, "ucx"),
@@ -85,15 +85,15 @@ EXHAUSTIVE = {
 
 
 def cases() -> Iterator[Any]:
-    """Make a case of each shape over each carrier."""
-    for shape, carrier in itertools.product(SHAPES, CARRIERS):
-        marks = [pytest.mark.gpu] if CARRIERS[carrier][0] == "cuda" else []
-        marks += [pytest.mark.exhaustive] if (shape, carrier) in EXHAUSTIVE else []
-        yield pytest.param(shape, carrier, id=f"{shape}-{carrier}", marks=marks)
+    """Make a case of each shape over each transport."""
+    for shape, transport in itertools.product(SHAPES, TRANSPORTS):
+        marks = [pytest.mark.gpu] if TRANSPORTS[transport][0] == "cuda" else []
+        marks += [pytest.mark.exhaustive] if (shape, transport) in EXHAUSTIVE else []
+        yield pytest.param(shape, transport, id=f"{shape}-{transport}", marks=marks)
 
 
 EACH_CASE = pytest.mark.parametrize(
-    ("tried", "carrier"), list(cases()), indirect=True, scope="module"
+    ("tried", "transport"), list(cases()), indirect=True, scope="module"
 )
 
 
@@ -145,13 +145,13 @@ def tried(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="module")
-def carrier(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return CARRIERS[request.param]
+def transport(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return TRANSPORTS[request.param]
 
 
 @pytest.fixture(scope="module")
-def cluster(tried: Tried, carrier: tuple[str, str]) -> Iterator[LocalCluster]:
-    device, transport = carrier
+def cluster(tried: Tried, transport: tuple[str, str]) -> Iterator[LocalCluster]:
+    device, transport = transport
     options = ("--model", str(tried.path), "--device", device, "--dtype", "float32")
     options += (
         "--kv-cache-dtype",
@@ -183,7 +183,7 @@ def answers(cluster: LocalCluster, prompts: list[list[int]], count: int) -> list
 
 
 def sent_over(cluster: LocalCluster) -> set[str]:
-    """Return by which carriers KV was sent."""
+    """Return by which transports KV was sent."""
     pattern = r'pagewire_kv_transfer_bytes_total\{.*transport="(\w+)"'
     found = [(re.match(pattern, name), value) for name, value in cluster.metrics().items()]
     return {match[1] for match, value in found if match is not None and value}
@@ -208,7 +208,7 @@ def is_continued_from_cache(cluster: LocalCluster, answer: list[int], number: in
 
 @EACH_CASE
 def test_chunked_preempted_cached_and_continued(
-    tried: Tried, cluster: LocalCluster, carrier: tuple[str, str]
+    tried: Tried, cluster: LocalCluster, transport: tuple[str, str]
 ) -> None:
     for _ in range(4):  # on a busy machine, the first prompts may be answered before the last
         tried.check(answers(cluster, PROMPTS, ANSWER))
@@ -224,7 +224,7 @@ def test_chunked_preempted_cached_and_continued(
         assert answers(cluster, PROMPTS[-1:], ANSWER) == tried.answers[-1:]
     assert cluster.total("pagewire_prefix_cache_hits_total") >= hits + len(PROMPTS[-1]) // 2
     assert any(is_continued_from_cache(cluster, tried.answers[6], number) for number in range(12))
-    assert sent_over(cluster) == {carrier[1]}
+    assert sent_over(cluster) == {transport[1]}
     cluster.wait_idle(WORKERS)
 
 

@@ -62,7 +62,7 @@ def test_the_parts_of_a_remote_prefill(cluster: LocalCluster) -> None:
     before = timings["router_ms"] + choice["placed_ms"] + decode["queued_ms"]
     parts = before + prefill["queued_ms"] + prefill["ms"]
     assert 0 < prefill["ms"] < parts <= timings["first_token_ms"] + EPSILON_MS
-    assert transfer["carrier"] == "zmq"
+    assert transfer["transport"] == "zmq"
     assert transfer["after_first_token_ms"] <= decode["ms"]
     assert transfer["ms"] > 0
     total = timings["first_token_ms"] + decode["ms"]

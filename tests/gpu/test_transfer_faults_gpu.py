@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from pagewire.tests.support.fault_cells import CELLS, CellResult
-from pagewire.tests.support.transfer_faults import Options, run_carriers
+from pagewire.tests.support.transfer_faults import Options, run_transports
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1200)]
 
-NUM_REQUESTS = 32  # a cell: more than 1,000 in all, by each carrier
+NUM_REQUESTS = 32  # a cell: more than 1,000 in all, by each transport
 
 
 def test_no_point_of_a_transfer_costs_a_token(tmp_path: Path) -> None:
@@ -19,7 +19,7 @@ def test_no_point_of_a_transfer_costs_a_token(tmp_path: Path) -> None:
         Options("cuda", transport, NUM_REQUESTS, seed=1, out=tmp_path / transport)
         for transport in ("ipc", "ucx")
     ]
-    found = run_carriers(CELLS, options, clusters=2)
+    found = run_transports(CELLS, options, clusters=2)
     for results in found.values():
         assert [result.problem for result in results] == [""] * len(CELLS)
         assert sum(result.num_requests for result in results) >= NUM_REQUESTS * len(CELLS)

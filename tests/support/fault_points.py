@@ -2,7 +2,7 @@
 
     exported      a plan with a job's final blocks is launched, none of them is packed
     packed        the packing is launched
-    staged        the announcement is next; a one-sided carrier has queued the payload's copy
+    staged        the announcement is next; a one-sided transport has queued the payload's copy
     announced     the announcement is posted
     arrived       the receiver has the announcement
     unpacking     the unpacking is launched
@@ -10,8 +10,8 @@
     acknowledged  the acknowledgement is posted, and the sequence runs if this was its last segment
 
 `python -P -m pagewire.tests.support.fault_points` is `pagewire` with workers that carry out the
-orders in the directory that the environment variable `KV_FAULTS` names. `KV_FAULTS_CARRIER=memory`
-replaces their carriers by the one-sided `MemoryCarrier`.
+orders in the directory that the environment variable `KV_FAULTS` names.
+`KV_FAULTS_TRANSPORT=memory` replaces their transports by the one-sided `MemoryTransport`.
 """
 
 from __future__ import annotations
@@ -31,47 +31,53 @@ from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMo
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import Export, StepPlan
 from pagewire.shared.transfer import messages
-from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
-from pagewire.shared.transfer.carriers.ipc import IpcCarrier
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+    Transport,
+)
+from pagewire.shared.transfer.transports.ipc import IpcTransport
 from pagewire.shared.worker import kv, runtime
-from pagewire.shared.worker.kv import open_carrier, open_endpoint
+from pagewire.shared.worker.kv import open_endpoint, open_transport
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
-from pagewire.tests.support.memory_carrier import MemoryCarrier, make_mapped_staging
+from pagewire.tests.support.memory_transport import MemoryTransport, make_mapped_staging
 from pagewire.tests.support.own_workers import use_program
 
 PROGRAM = "pagewire.tests.support.fault_points"
 DIRECTORY = "KV_FAULTS"
-CARRIER = "KV_FAULTS_CARRIER"
-QUARANTINE_S = 0.5  # of one-sided carriers
+TRANSPORT = "KV_FAULTS_TRANSPORT"
+QUARANTINE_S = 0.5  # of one-sided transports
 RESTART_DELAY_S = 0.25
 _PID_BYTES = 4
 
 
-class WatchedCarrier:
-    """A carrier whose handshake also exchanges process ids."""
+class WatchedTransport:
+    """A transport whose handshake also exchanges process ids."""
 
-    def __init__(self, carrier: Carrier, points: Points) -> None:
-        self._carrier, self._points = carrier, points
+    def __init__(self, transport: Transport, points: Points) -> None:
+        self._transport, self._points = transport, points
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        return getattr(self._transport, name)
 
     def offer(self, link: int) -> bytes:
-        return _with_pid(self._carrier.offer(link))
+        return _with_pid(self._transport.offer(link))
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         receiver, own = _split(offer)
         watched = WatchedSocket(socket, receiver, self._points)
-        return WatchedOutbound(self._carrier.outbound(link, own, watched), receiver, self._points)
+        return WatchedOutbound(self._transport.outbound(link, own, watched), receiver, self._points)
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
         sender, own = _split(reply)
-        return WatchedInbound(self._carrier.inbound(link, own), sender, self._points)
+        return WatchedInbound(self._transport.inbound(link, own), sender, self._points)
 
 
 class WatchedOutbound:
@@ -206,17 +212,17 @@ def _split(data: bytes) -> tuple[int, bytes]:
 
 def watch_worker(points: Points, directory: Path) -> None:
     """Make the worker in this process carry out orders."""
-    in_memory = os.environ.get(CARRIER) == MemoryCarrier.name
+    in_memory = os.environ.get(TRANSPORT) == MemoryTransport.name
 
     def open_watched(name: str, staging: Staging, moves: BlockMoves, host: str) -> Any:
-        carrier: Carrier
+        transport: Transport
         if in_memory:
-            carrier = MemoryCarrier(staging, directory, QUARANTINE_S)
+            transport = MemoryTransport(staging, directory, QUARANTINE_S)
         elif name == "ipc" and staging.memory.is_cuda:
-            carrier = IpcCarrier(staging, QUARANTINE_S)
+            transport = IpcTransport(staging, QUARANTINE_S)
         else:
-            carrier = open_carrier(name, staging, moves, host)
-        return WatchedCarrier(carrier, points)
+            transport = open_transport(name, staging, moves, host)
+        return WatchedTransport(transport, points)
 
     async def open_watched_endpoint(
         stack: Any, settings: Any, engine: Any, *rest: Any
@@ -225,7 +231,7 @@ def watch_worker(points: Points, directory: Path) -> None:
         return await open_endpoint(stack, settings, watched, *rest)
 
     WatchedSender.points = WatchedReceiver.points = points
-    vars(kv).update(open_carrier=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
+    vars(kv).update(open_transport=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
     vars(runtime).update(open_endpoint=open_watched_endpoint)
     if in_memory:
         vars(kv).update(

@@ -1,4 +1,4 @@
-"""A worker's staging and its CUDA IPC carrier, in this process or in one of its own."""
+"""A worker's staging and its CUDA IPC transport, in this process or in one of its own."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import DONE, Inbound, Outbound, Pending
-from pagewire.shared.transfer.carriers.ipc import IpcCarrier
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.staging import Staging, make_staging
+from pagewire.shared.transfer.transports.base import DONE, Inbound, Outbound, Pending
+from pagewire.shared.transfer.transports.ipc import IpcTransport
 from pagewire.tests.support.child_process import Remote, remote
 
 NUM_SLOTS = 2
@@ -34,8 +34,8 @@ class Announced:
         return DONE
 
 
-def make_carrier(memory: torch.Tensor, slot_bytes: int, **options: Any) -> IpcCarrier:
-    return IpcCarrier(Staging(memory, slot_bytes), **options)
+def make_transport(memory: torch.Tensor, slot_bytes: int, **options: Any) -> IpcTransport:
+    return IpcTransport(Staging(memory, slot_bytes), **options)
 
 
 def pattern(seed: int, nbytes: int, device: torch.device) -> torch.Tensor:
@@ -52,23 +52,23 @@ class IpcPeer:
         self.memory = make_staging(NUM_SLOTS, slot_bytes, self.device).memory
         self.memory.zero_()
         torch.cuda.synchronize()
-        self.carrier = make_carrier(self.memory, slot_bytes)
+        self.transport = make_transport(self.memory, slot_bytes)
         self.announced = Announced()
         self.outbound: list[Outbound] = []
         self.inbound: list[Inbound] = []
         self._last: Pending = DONE
 
     def offer(self) -> bytes:
-        return self.carrier.offer(1)
+        return self.transport.offer(1)
 
     def connect(self, offer: bytes) -> bytes:
         """Open a further link; returns the reply."""
-        self.outbound.append(self.carrier.outbound(1, offer, self.announced))
+        self.outbound.append(self.transport.outbound(1, offer, self.announced))
         return self.outbound[-1].reply
 
     def accept(self, reply: bytes) -> None:
         """Open the receiver's half of a further link."""
-        self.inbound.append(self.carrier.inbound(1, reply))
+        self.inbound.append(self.transport.inbound(1, reply))
 
     def has_arrived(self, credit: int) -> bool:
         """Whether the newest payload of a credit of the newest link has arrived."""

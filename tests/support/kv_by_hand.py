@@ -80,13 +80,13 @@ async def prefill_by_hand(
 class KvLinkByHand:
     """A sender's end of a link; all calls except `granted` block the event loop."""
 
-    def __init__(self, socket: zmq.Socket[bytes], carrier: str) -> None:
-        self._socket, self._carrier = socket, carrier
+    def __init__(self, socket: zmq.Socket[bytes], transport: str) -> None:
+        self._socket, self._transport = socket, transport
         self._credit = 0
         self._in_use: int | None = None  # a credit
         self._uses = 0
         self._tickets: list[Prefill] = []
-        self.send(Open(self._carrier, b""))
+        self.send(Open(self._transport, b""))
 
     def send(self, message: ToReceiver, *body: bytes) -> None:
         """Send a message."""
@@ -99,7 +99,7 @@ class KvLinkByHand:
 
     def break_rules(self) -> None:
         """Send a message after which the other side ends the link."""
-        self.send(Open(self._carrier, b""))  # a second time
+        self.send(Open(self._transport, b""))  # a second time
 
     async def granted(self) -> None:
         """Wait for credits."""
@@ -168,14 +168,14 @@ class KvLinkByHand:
 
 
 @contextmanager
-def kv_link_by_hand(offered: KvHello, carrier: str = "zmq") -> Iterator[KvLinkByHand]:
+def kv_link_by_hand(offered: KvHello, transport: str = "zmq") -> Iterator[KvLinkByHand]:
     """Open the link that a hello offers."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
         socket.routing_id = offered.token
         KEYS.secure_client(socket)
         socket.connect(offered.endpoint)
-        yield KvLinkByHand(socket, carrier)
+        yield KvLinkByHand(socket, transport)
 
 
 @dataclass

@@ -321,9 +321,9 @@ class KvPair:
         """End all delays and faults of the test."""
         for side in self.sides:
             side.device.has_moved = True
-            for carrier in side.carriers.values():
-                carrier.holds_writes = carrier.holds_payloads = carrier.holds_slots = False
-                carrier.num_corrupt = 0
+            for transport in side.transports.values():
+                transport.holds_writes = transport.holds_payloads = transport.holds_slots = False
+                transport.num_corrupt = 0
 
     def close(self) -> None:
         for side in self.sides:
@@ -348,7 +348,7 @@ def kv_pair(
     """Run prefill and decode sides; if `linked`, with a tested link between each two.
 
     Args:
-        kind: carriers of all sides, the first one preferred.
+        kind: transports of all sides, the first one preferred.
         num_prefills: number of prefill sides.
         num_decodes: number of decode sides.
         prefill_slots: staging slots of a prefill side.

@@ -316,12 +316,12 @@ async def prefill_worker(
     epoch: int = 1,
     *,
     slots: int = 4,
-    carriers: tuple[str, ...] = ("zmq",),
+    transports: tuple[str, ...] = ("zmq",),
     times: Times = USUAL_TIMES,
     **engine: Any,
 ) -> AsyncIterator[Worker]:
     """Run a worker that prefers to compute prompts."""
-    side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
+    side = Side(worker_id, transports, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
     worker = Worker("prefill", WorkerIdentity(worker_id, epoch), side, times)
     async with worker.running():
         yield worker
@@ -332,14 +332,14 @@ async def decode_worker(
     worker_id: str = "decode-0",
     *,
     slots: int = 8,
-    carriers: tuple[str, ...] = ("zmq",),
+    transports: tuple[str, ...] = ("zmq",),
     model_identity: ModelIdentity = IDENTITY,
     layout: KvLayout = LAYOUT,
     times: Times = USUAL_TIMES,
     **engine: Any,
 ) -> AsyncIterator[Worker]:
     """Run a worker that prefers to decode, and has no link yet."""
-    side = Side(worker_id, carriers, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
+    side = Side(worker_id, transports, slots, BLOCKS_PER_SLOT, engine, KEYS, times.transfer_s)
     identity = WorkerIdentity(worker_id, 1)
     worker = Worker("decode", identity, side, times, model_identity, layout)
     async with worker.running():

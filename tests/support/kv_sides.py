@@ -26,8 +26,8 @@ from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import FakeDevice, fake_layout
 from pagewire.tests.support.fake_engine import make_core, make_sequence
-from pagewire.tests.support.kv_carriers import BY_NAME, FaultyCarrier, open_carriers
 from pagewire.tests.support.kv_layouts import model_identity
+from pagewire.tests.support.kv_transports import BY_NAME, FaultyTransport, open_transports
 
 HOST = "127.0.0.1"
 BLOCK_SIZE = 4
@@ -35,7 +35,7 @@ LAYOUT = fake_layout(BLOCK_SIZE)
 IDENTITY = model_identity(block_size=BLOCK_SIZE)
 TIMEOUT_S = 5.0  # of endpoints, by the test's clock
 KINDS = tuple(BY_NAME)
-CARRIERS = pytest.mark.parametrize("kind", KINDS)
+TRANSPORTS = pytest.mark.parametrize("kind", KINDS)
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Side:
     """One worker: an engine with its endpoint, which `open` makes.
 
     Attributes:
-        kinds: names of its carriers.
+        kinds: names of its transports.
         engine: arguments of `make_core`.
         keys: of its cluster; None: whoever has a link's token may connect.
         timeout_s: of its connections, and of segments.
@@ -75,7 +75,7 @@ class Side:
     core: EngineCore = field(init=False)
     device: FakeDevice = field(init=False)
     staging: Staging = field(init=False)
-    carriers: dict[str, FaultyCarrier] = field(init=False)
+    transports: dict[str, FaultyTransport] = field(init=False)
     sender: KvSender = field(init=False)
     receiver: KvReceiver = field(init=False)
     endpoint: KvEndpoint = field(init=False)
@@ -90,7 +90,7 @@ class Side:
         self.core, self.device = make_core(block_size=BLOCK_SIZE, **self.engine)
         slot_bytes = packed_bytes(LAYOUT, self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
-        self.carriers = open_carriers(self.kinds, self.staging, self.device)
+        self.transports = open_transports(self.kinds, self.staging, self.device)
         self.sockets = KvSockets(self.keys, slot_bytes, self.timeout_s)
 
     def open(
@@ -105,7 +105,7 @@ class Side:
             "moves": self.device,
             "staging": self.staging,
             "layout": LAYOUT,
-            "carriers": self.carriers,
+            "transports": self.transports,
             "events": deque[KvEvent](),
             **options,
         }
@@ -138,9 +138,9 @@ class Side:
         return self.receiver.slots
 
     @property
-    def carrier(self) -> FaultyCarrier:
-        """The first carrier."""
-        return next(iter(self.carriers.values()))
+    def transport(self) -> FaultyTransport:
+        """The first transport."""
+        return next(iter(self.transports.values()))
 
     def add(self, request_id: str, prompt: list[int], max_tokens: int = 4) -> Sequence:
         """Add a sequence that has nothing to do with transfers."""
@@ -153,8 +153,8 @@ class Side:
         if not self.is_dead:
             self.is_dead = True
             self.endpoint.close_all()
-            for carrier in self.carriers.values():
-                carrier.close()
+            for transport in self.transports.values():
+                transport.close()
             self.sockets.close()
 
     @property
@@ -188,7 +188,7 @@ def hello(**changes: Any) -> KvHello:
         "link": 1,
         "token": bytes(16),
         "endpoint": "tcp://127.0.0.1:1",
-        "carriers": {"zmq": b""},
+        "transports": {"zmq": b""},
         "slot_bytes": 1 << 16,
     }
     return KvHello(**(fields | changes))
@@ -201,6 +201,6 @@ def hello_of(decode: Side, link: ReceiverLink) -> KvHello:
         link=link.number,
         token=link.token,
         endpoint=decode.receiver.socket.endpoint,
-        carriers=link.offers,
+        transports=link.offers,
         slot_bytes=decode.staging.slot_bytes,
     )

@@ -25,17 +25,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pagewire.shared.worker.kv import CARRIERS
+from pagewire.shared.worker.kv import TRANSPORTS
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.fault_board import FaultBoard
 from pagewire.tests.support.fault_cells import CELLS, Cell, CellResult
 from pagewire.tests.support.fault_cluster import CELL_TIMEOUT_S, FaultyCluster
-from pagewire.tests.support.fault_points import CARRIER, DIRECTORY, PROGRAM
+from pagewire.tests.support.fault_points import DIRECTORY, PROGRAM, TRANSPORT
 from pagewire.tests.support.greedy_prompts import GreedyPrompts, greedy_prompts
 from pagewire.tests.support.local_cluster import LocalCluster, local_cluster
-from pagewire.tests.support.memory_carrier import MemoryCarrier
+from pagewire.tests.support.memory_transport import MemoryTransport
 
-MEMORY = MemoryCarrier.name
+MEMORY = MemoryTransport.name
 MAX_TOKENS = 12
 PROMPT_TOKENS = range(33, 701)
 START_TIMEOUT_S = 240.0  # several clusters that compile their kernels at once
@@ -58,7 +58,7 @@ class Options:
 
     Attributes:
         device: "cpu" or "cuda".
-        transport: one of `CARRIERS`, or on the CPU "memory".
+        transport: one of `TRANSPORTS`, or on the CPU "memory".
         num_requests: least number of requests of a cell.
         seed: seed of the random choices.
         out: folder for results, and for the logs of clusters in which a cell failed.
@@ -107,7 +107,7 @@ def _run_until_failure(
 ) -> list[CellResult]:
     results: list[CellResult] = []
     with tempfile.TemporaryDirectory(prefix="pw-faults-") as directory:
-        env = {**SETTINGS, DIRECTORY: directory, CARRIER: options.transport}
+        env = {**SETTINGS, DIRECTORY: directory, TRANSPORT: options.transport}
         with local_cluster(
             *options.cluster_options(), env=env, program=PROGRAM, start_timeout=START_TIMEOUT_S
         ) as cluster:
@@ -134,7 +134,7 @@ def _keep_logs(cluster: LocalCluster, board: Path, options: Options, cell: Cell)
 
 
 def summary(transport: str, results: Sequence[CellResult]) -> dict[str, Any]:
-    """Return a carrier's totals."""
+    """Return a transport's totals."""
     counts = Counter[str]()
     for result in results:
         counts.update(result.counts)
@@ -148,13 +148,13 @@ def summary(transport: str, results: Sequence[CellResult]) -> dict[str, Any]:
     }
 
 
-def run_carriers(
+def run_transports(
     cells: Sequence[Cell], options: Sequence[Options], clusters: int = 1
 ) -> dict[str, list[CellResult]]:
-    """Play cells with several carriers at the same time, each in several clusters.
+    """Play cells with several transports at the same time, each in several clusters.
 
     Returns:
-        The results by carrier.
+        The results by transport.
     """
     prompts = known_answers()
     with ThreadPoolExecutor(clusters * len(options)) as pool:
@@ -172,13 +172,13 @@ def run_carriers(
 
 
 def main(argv: list[str]) -> int:
-    """Run all cells with each carrier; return the exit code."""
+    """Run all cells with each transport; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--transport", action="append", choices=[*CARRIERS, MEMORY])
+    parser.add_argument("--transport", action="append", choices=[*TRANSPORTS, MEMORY])
     parser.add_argument("--requests", type=int, default=32, help="of a cell, at least")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--clusters", type=int, default=1, help="of a carrier, at the same time")
+    parser.add_argument("--clusters", type=int, default=1, help="of a transport, at the same time")
     parser.add_argument("--cells", type=int, default=len(CELLS), help="only the first of these")
     parser.add_argument("--cuda-graphs", action="store_true")
     parser.add_argument("--out", type=Path, help="a folder for results and logs")
@@ -191,7 +191,7 @@ def main(argv: list[str]) -> int:
         for transport in given.transport or ["zmq"]
     ]
     began, has_failed = time.monotonic(), False
-    for transport, results in run_carriers(cells, options, given.clusters).items():
+    for transport, results in run_transports(cells, options, given.clusters).items():
         total = summary(transport, results)
         print(json.dumps(total), flush=True)
         has_failed |= bool(total["failed"]) or total["cells"] < len(cells)

@@ -1,6 +1,6 @@
 """Processes with one half of a KV link over UCX each, which a test instructs and may stop or kill.
 
-A command is a method of `_Carrier` and its arguments. These are the events, each a list of words.
+A command is a method of `_Transport` and its arguments. These are the events, each a list of words.
 
     offer LINK                        -> offer LINK HEX, or refused LINK REASON
     inbound LINK                      -> open LINK
@@ -11,7 +11,7 @@ A command is a method of `_Carrier` and its arguments. These are the events, eac
     after MS COMMAND                  carries the command out later, and polls meanwhile
     rest MS                           waits without polling
     close LINK                        -> closed LINK NUM_ABANDONED; a receiver then ended LINK
-    end                               closes all links and the carrier
+    end                               closes all links and the transport
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import torch
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import DONE, Inbound, Outbound, Pending
-from pagewire.shared.transfer.carriers.ucx import UcxCarrier
-from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.staging import make_staging
+from pagewire.shared.transfer.transports.base import DONE, Inbound, Outbound, Pending
+from pagewire.shared.transfer.transports.ucx import UcxTransport
+from pagewire.shared.transfer.transports.ucx_settings import ucx_settings
 from pagewire.tests.support.child_process import REPLY_S, Child, child_process
 
 MIB = 1 << 20
@@ -119,13 +119,13 @@ class Silent:
         return DONE
 
 
-class _Carrier:
+class _Transport:
     """Carries out the commands, which have the names of its public methods."""
 
     def __init__(self, pipe: Connection, num_slots: int, slot_bytes: int) -> None:
         self._pipe = pipe
         self._staging = make_staging(num_slots, slot_bytes, torch.device("cpu"))
-        self._carrier = UcxCarrier(self._staging, ucx_settings("127.0.0.1", cuda=False))
+        self._transport = UcxTransport(self._staging, ucx_settings("127.0.0.1", cuda=False))
         self._outbound: dict[int, Outbound] = {}
         self._inbound: dict[int, Inbound] = {}
         self._quarantine: dict[int, Pending] = {}
@@ -145,17 +145,17 @@ class _Carrier:
 
     def offer(self, link: int) -> None:
         try:
-            self._say("offer", link, self._carrier.offer(link).hex())
+            self._say("offer", link, self._transport.offer(link).hex())
         except TransferError as exc:
             self._say("refused", link, exc)
 
     def inbound(self, link: int) -> None:
-        self._inbound[link] = self._carrier.inbound(link, b"")
+        self._inbound[link] = self._transport.inbound(link, b"")
         self._say("open", link)
 
     def outbound(self, link: int, offer: str) -> None:
         try:
-            self._outbound[link] = self._carrier.outbound(link, bytes.fromhex(offer), Silent())
+            self._outbound[link] = self._transport.outbound(link, bytes.fromhex(offer), Silent())
         except TransferError as exc:
             self._say("refused", link, exc)
         else:
@@ -188,17 +188,17 @@ class _Carrier:
         else:
             self._quarantine[link] = self._inbound.pop(link).close()
         self._pending = [entry for entry in self._pending if entry[1] != link]
-        self._say("closed", link, self._carrier.library.num_abandoned)
+        self._say("closed", link, self._transport.library.num_abandoned)
 
     def end(self) -> None:
         for link in [*self._outbound, *self._inbound]:
             self.close(link)
-        self._carrier.close()
+        self._transport.close()
         self.has_ended = True
 
     def poll(self) -> None:
-        """Poll the carrier, and say what has ended."""
-        self._carrier.poll()
+        """Poll the transport, and say what has ended."""
+        self._transport.poll()
         now = time.monotonic()
         for entry in [entry for entry in self._later if entry[0] <= now]:
             self._later.remove(entry)
@@ -230,8 +230,8 @@ class _Carrier:
 
 def _main(pipe: Connection, num_slots: int, slot_bytes: int) -> None:
     torch.set_num_threads(1)
-    carrier = _Carrier(pipe, num_slots, slot_bytes)
-    while not carrier.has_ended:
-        carrier.poll()
+    transport = _Transport(pipe, num_slots, slot_bytes)
+    while not transport.has_ended:
+        transport.poll()
         if pipe.poll(_POLL_S):
-            carrier.do(*pipe.recv())
+            transport.do(*pipe.recv())

@@ -31,6 +31,6 @@ def _parts(choice: ChoiceTimings) -> Iterator[str]:
             return
         yield computed
     if transfer is not None:
-        yield f"{decimal(transfer.bytes)} of KV crossed by {transfer.carrier}"
+        yield f"{decimal(transfer.bytes)} of KV crossed by {transfer.transport}"
     if decode.worker is not None:
         yield f"{decode.worker} {wrote}"

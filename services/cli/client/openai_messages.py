@@ -67,7 +67,7 @@ class Transfer(msgspec.Struct, frozen=True):
     """How much KV was sent between workers for the request, and by which means."""
 
     bytes: int = 0
-    carrier: str | None = None
+    transport: str | None = None
 
 
 class Decode(msgspec.Struct, frozen=True):

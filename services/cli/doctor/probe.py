@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagewire.shared.base.errors import TransferError
 
 if TYPE_CHECKING:
-    from pagewire.shared.transfer.carriers.ucx_worker import UcxRequest, UcxWorker
+    from pagewire.shared.transfer.transports.ucx_worker import UcxRequest, UcxWorker
 
 PEER_TIMEOUT_S = 60.0
 POLL_INTERVAL_S = 0.0005
@@ -86,13 +86,13 @@ def _ipc_error() -> str | None:
 def probe_ucx() -> dict[str, Any]:
     """Return UCX's version and its lanes to another process, after sending a payload to it."""
     # First: it must see the environment before ucxx changes it.
-    from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings  # isort: split
+    from pagewire.shared.transfer.transports.ucx_settings import ucx_settings  # isort: split
 
     import torch
     import ucxx
 
     from pagewire.services.cli.doctor.ucx_lane import name_lane
-    from pagewire.shared.transfer.carriers.ucx_worker import UcxLibrary
+    from pagewire.shared.transfer.transports.ucx_worker import UcxLibrary
 
     cuda = _enter_cuda()
     worker = UcxLibrary(ucx_settings(LOOPBACK, cuda=cuda)).new_worker()
@@ -147,11 +147,11 @@ def _line(peer: subprocess.Popen[str]) -> str:
 
 def ucx_peer() -> None:
     """Run the other process: print an address, wait for the payload, report its arrival."""
-    from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings  # isort: split
+    from pagewire.shared.transfer.transports.ucx_settings import ucx_settings  # isort: split
 
     import torch
 
-    from pagewire.shared.transfer.carriers.ucx_worker import UcxLibrary
+    from pagewire.shared.transfer.transports.ucx_worker import UcxLibrary
 
     worker = UcxLibrary(ucx_settings(LOOPBACK, cuda=_enter_cuda())).new_worker()
     payload = torch.empty(PAYLOAD_BYTES, dtype=torch.uint8)

@@ -21,9 +21,9 @@ from pagewire.services.cli.options import DECODE_ONLY, with_settings
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.transfer.carriers.base import Carrier, LinkSocket, Outbound, Pending
 from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.messages import TEST_JOB, Segment
+from pagewire.shared.transfer.transports.base import LinkSocket, Outbound, Pending, Transport
 from pagewire.shared.worker.compose import make_service
 from pagewire.shared.worker.process import run_worker
 from pagewire.shared.worker.runtime import WorkerRuntime
@@ -63,27 +63,27 @@ class _DisturbedOutbound(Outbound):
         self._outbound.close()
 
 
-class _DisturbedCarrier:
-    """A carrier whose links to receivers carry out orders; all else is the usual one's."""
+class _DisturbedTransport:
+    """A transport whose links to receivers carry out orders; all else is the usual one's."""
 
-    def __init__(self, carrier: Carrier, sender: KvSender, orders: Orders, worker: str) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: Transport, sender: KvSender, orders: Orders, worker: str) -> None:
+        self._transport = transport
         self._disturbed = partial(_DisturbedOutbound, sender=sender, orders=orders, worker=worker)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._carrier, name)
+        return getattr(self._transport, name)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link."""
-        return self._disturbed(self._carrier.outbound(link, offer, socket))
+        return self._disturbed(self._transport.outbound(link, offer, socket))
 
 
 def make_disturbed(runtime: WorkerRuntime, orders: Orders) -> WorkerService:
     """Compose the prefill service of a worker that carries out orders."""
     service, sender = make_service(runtime), runtime.kv.sender
-    sender.carriers = {
-        name: cast(Carrier, _DisturbedCarrier(carrier, sender, orders, runtime.worker_id))
-        for name, carrier in sender.carriers.items()
+    sender.transports = {
+        name: cast(Transport, _DisturbedTransport(transport, sender, orders, runtime.worker_id))
+        for name, transport in sender.transports.items()
     }
     return service
 

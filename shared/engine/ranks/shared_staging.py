@@ -1,7 +1,7 @@
 """The staging slots of KV transfer, in memory that all ranks of a model have.
 
-On CPUs that is a file without a name. On GPUs it is rank 0's memory, so that all carriers copy from
-and to it as with one rank; the other ranks map it.
+On CPUs that is a file without a name. On GPUs it is rank 0's memory, so that all transports copy
+from and to it as with one rank; the other ranks map it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The KV endpoint: moves KV blocks from one worker's pool into another's.
 
     worker that computes a prompt                         worker that decodes
-    pool --pack--> staging --carrier: payload-----------> staging --unpack, check--> pool
+    pool --pack--> staging --transport: payload-----------> staging --unpack, check--> pool
                    sender.py --Segment, Return-> socket-> receiver.py
                    credits.py <-Ack, Grant, Reclaim------ credits.py
 
@@ -16,7 +16,7 @@ what:
 - `credits.py` says how many links may be open, and which staging slots each of them and the own
   sender may use. No I/O.
 - `events.py` says what the owner of jobs and links, `WorkerService`, has to handle.
-- `choose_carrier` (sender_link.py) chooses a link's carrier.
+- `choose_transport` (sender_link.py) chooses a link's transport.
 - `sender.py` sends a corrupt segment again, and ends a link whose segment is not acknowledged in
   time. If a request ends during a transfer, segments that are being packed are still sent; the
   receiver drops them.
@@ -27,6 +27,6 @@ what:
 jobs use the same links (`shared/transfer/job_messages.py`); the services handle them
 (`shared/worker/remote_jobs.py`, `shared/worker/prefill_jobs.py`).
 
-May import: `shared.kv`, `shared.transfer.carriers`, `shared.engine`, `shared.control`, `base`,
+May import: `shared.kv`, `shared.transfer.transports`, `shared.engine`, `shared.control`, `base`,
 `settings`, `request`.
 """

@@ -13,11 +13,11 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.kv.kv_layout import KvLayout
-from pagewire.shared.transfer.carriers.base import Carrier
 from pagewire.shared.transfer.endpoint.events import KvEvent, LinkLost
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
 from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import Transport
 
 LinkT = TypeVar("LinkT", ReceiverLink, SenderLink)
 
@@ -28,7 +28,7 @@ class KvStats:
 
     Attributes:
         outcomes: segments by outcome; a sender also counts those as "lost" whose link ended.
-        bytes: bytes that were sent and acknowledged, or received, by (peer, carrier).
+        bytes: bytes that were sent and acknowledged, or received, by (peer, transport).
         resends: segments that were packed again.
         lost_links: links that ended because of a fault.
         strays: messages that belong to no open link.
@@ -50,7 +50,7 @@ class KvHalf(ABC, Generic[LinkT]):
         moves: packs and unpacks the engine's blocks.
         staging: the staging slots for payloads.
         layout: of the blocks.
-        carriers: the carriers that are open in this process, by name, the preferred one first.
+        transports: the transports that are open in this process, by name, the preferred one first.
         events: what has happened and nobody has handled, oldest first; both halves share them.
         watch, unwatch: called with file descriptors that should wake the engine's thread.
         links: those that are open. Other threads may read a copy.
@@ -60,7 +60,7 @@ class KvHalf(ABC, Generic[LinkT]):
     moves: BlockMoves
     staging: Staging
     layout: KvLayout
-    carriers: Mapping[str, Carrier]
+    transports: Mapping[str, Transport]
     events: deque[KvEvent]
     watch: Callable[[int], None] = lambda _fd: None
     unwatch: Callable[[int], None] = lambda _fd: None

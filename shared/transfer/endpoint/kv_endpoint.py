@@ -20,7 +20,7 @@ DEADLINE_INTERVAL_S = 0.1
 class KvEndpoint:
     """Sends blocks to some workers and receives blocks from others, at the same time.
 
-    Both halves have the same engine, carriers and staging. The receiver lends the staging slots.
+    Both halves have the same engine, transports and staging. The receiver lends the staging slots.
 
     Attributes:
         sender: sends the blocks of jobs that this worker does for others.
@@ -42,8 +42,8 @@ class KvEndpoint:
 
     def after_launch(self, plan: StepPlan | None) -> bool:
         """Do what can be done now; return whether to call `poll` soon."""
-        for carrier in self.receiver.carriers.values():
-            carrier.poll()
+        for transport in self.receiver.transports.values():
+            transport.poll()
         is_receiving = self.receiver.after_launch(plan)
         is_sending = self.sender.after_launch(plan)
         if (now := self.receiver.clock()) >= self._next_deadlines_s:
@@ -57,7 +57,7 @@ class KvEndpoint:
         """Go on with what is under way; return whether `after_launch` has something to do."""
         if self.sender.poll() or self.receiver.poll():
             return True
-        return any(carrier.poll() for carrier in self.receiver.carriers.values())
+        return any(transport.poll() for transport in self.receiver.transports.values())
 
     def _handle_events(self) -> None:
         events = self.receiver.events

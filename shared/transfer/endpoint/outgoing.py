@@ -1,4 +1,4 @@
-"""The sender's staging slots: segments are packed there, and sent by the carrier."""
+"""The sender's staging slots: segments are packed there, and sent by the transport."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import Pending, Then, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.segments import SegmentRange
 from pagewire.shared.transfer.endpoint.sender_link import OutgoingSegment, SenderJob, SenderLink
 from pagewire.shared.transfer.messages import Grant, Reclaim, Segment
 from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import Pending, Then, poll_settled
 
 Notify = Callable[[Sequence[tuple[int, Grant | Reclaim]]], None]  # by the links' numbers
 
@@ -107,7 +107,7 @@ class Outgoing:
         """Send what is packed, and free staging slots.
 
         Args:
-            on_failed: called with a link whose carrier has failed, and why.
+            on_failed: called with a link whose transport has failed, and why.
         """
         for segment in list(self.sending):
             try:
@@ -127,7 +127,7 @@ class Outgoing:
 
 
 def _send(link: SenderLink, segment: Segment, slot: int, packed: PendingMove) -> Pending:
-    """Have a carrier send a segment: at once, or when several devices have packed their parts."""
+    """Have a transport send a segment: at once, or when several devices have packed their parts."""
     if packed.is_of_one_device:
         return link.outbound.send(segment, slot, packed)
     return Then(packed, lambda: link.outbound.send(segment, slot, PendingMove(None)))

@@ -27,7 +27,6 @@ from pagewire.shared.base.logs import Complaints
 from pagewire.shared.engine.execution.block_mover import PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
-from pagewire.shared.transfer.carriers.base import Pending, poll_settled
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
 from pagewire.shared.transfer.endpoint.events import (
     JobActivated,
@@ -53,6 +52,7 @@ from pagewire.shared.transfer.messages import (
     Segment,
     ToSender,
 )
+from pagewire.shared.transfer.transports.base import Pending, poll_settled
 
 logger = logging.getLogger(__name__)
 
@@ -113,15 +113,15 @@ class KvReceiver(KvHalf[ReceiverLink]):
     def offer(
         self, peer: str, epoch: int, without: Mapping[str, str] | None = None
     ) -> ReceiverLink:
-        """Open a link for a sender; the sender's `Open` will say which carrier it has chosen.
+        """Open a link for a sender; the sender's `Open` will say which transport it has chosen.
 
         Args:
             peer: name of the sender.
             epoch: number of its run.
-            without: carriers that are not offered, and why.
+            without: transports that are not offered, and why.
 
         Raises:
-            TransferError: as many links are open as fit the staging slots, or there is no carrier
+            TransferError: as many links are open as fit the staging slots, or there is no transport
                 to offer; says why of each.
         """
         self._end_quarantine()
@@ -129,11 +129,11 @@ class KvReceiver(KvHalf[ReceiverLink]):
         token = secrets.token_bytes(TOKEN_BYTES)
         link = ReceiverLink(next(self._numbers), peer, epoch, token, self.layout)
         problems = {name: f"{name}: {why}" for name, why in (without or {}).items()}
-        for name, carrier in self.carriers.items():
+        for name, transport in self.transports.items():
             if name in problems:
                 continue
             try:
-                link.offers[name] = carrier.offer(link.number)
+                link.offers[name] = transport.offer(link.number)
             except TransferError as exc:
                 problems[name] = f"{name}: {exc}"
             except Exception as exc:  # whatever a library raises: the others are offered
@@ -143,7 +143,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 logger.debug("%s", text, exc_info=True)
         if not link.offers:
             reasons = "; ".join(problems.values()) or "none is open"
-            raise TransferError(f"there is no carrier for {peer} ({reasons})")
+            raise TransferError(f"there is no transport for {peer} ({reasons})")
         self.links.append(link)
         return link
 
@@ -155,8 +155,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
         slots, messages = self.slots.close(link.number)
         self._receiving = [entry for entry in self._receiving if entry.link is not link]
         if link.inbound is None:
-            for carrier in self.carriers.values():
-                carrier.withdraw(link.number)
+            for transport in self.transports.values():
+                transport.withdraw(link.number)
         else:
             self._quarantine.append((link.inbound.close(), slots))
         self.send_all(messages)
@@ -269,7 +269,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def _unpack(self, link: ReceiverLink, segment: Segment) -> None:
         """Launch the unpacking of a payload whose sequence still waits; a test is only checked."""
-        self.stats.bytes[link.peer, link.carrier] += segment.nbytes
+        self.stats.bytes[link.peer, link.transport] += segment.nbytes
         job = self.jobs.record_activity(segment.job)
         numbers, groups = segment.blocks, segment.groups
         is_wanted = segment.nbytes == packed_bytes(link.layout, segment.num_blocks, len(groups))
@@ -333,24 +333,24 @@ class KvReceiver(KvHalf[ReceiverLink]):
     # Links
 
     def _on_open(self, link: ReceiverLink, message: Open) -> None:
-        """Open a link's inbound half with the carrier that the sender has chosen.
+        """Open a link's inbound half with the transport that the sender has chosen.
 
         Raises:
-            ProtocolError: the link was opened already, this carrier was not offered, or the heads
+            ProtocolError: the link was opened already, this transport was not offered, or the heads
                 cannot be divided so that they fit the sender's ranks.
-            TransferError: the carrier's reply makes no sense.
+            TransferError: the transport's reply makes no sense.
         """
         if link.inbound is not None:
             raise ProtocolError("the link was opened twice")
-        if message.carrier not in link.offers:
-            raise ProtocolError(f"carrier {message.carrier!r} was not offered")
+        if message.transport not in link.offers:
+            raise ProtocolError(f"transport {message.transport!r} was not offered")
         if (layout := layout_between(self.layout, message.ranks)) is None:
             raise ProtocolError(f"{message.ranks} ranks cannot share the KV heads of these blocks")
         link.layout = layout
-        link.carrier = message.carrier  # first: if it fails, it is not offered again
-        link.inbound = self.carriers[message.carrier].inbound(link.number, message.reply)
-        for name, other in self.carriers.items():
-            if name != link.carrier:
+        link.transport = message.transport  # first: if it fails, it is not offered again
+        link.inbound = self.transports[message.transport].inbound(link.number, message.reply)
+        for name, other in self.transports.items():
+            if name != link.transport:
                 other.withdraw(link.number)
         self.send_all(self.slots.open(link.number))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.shared.kv.kv_layout import KvLayout
-from pagewire.shared.transfer.carriers.base import Inbound
+from pagewire.shared.transfer.transports.base import Inbound
 
 
 @dataclass(slots=True, eq=False)
@@ -18,9 +18,9 @@ class ReceiverLink:
         epoch: number of its run.
         token: identifies the link on the socket.
         layout: of segments, from `Open` on: a part for each of the ranks of the side that has more.
-        offers: what a sender needs to know, by carrier.
-        carrier: name of the carrier; empty until the sender has chosen one.
-        inbound: the receiver's half of the carrier; None until then.
+        offers: what a sender needs to know, by transport.
+        transport: name of the transport; empty until the sender has chosen one.
+        inbound: the receiver's half of the transport; None until then.
         is_granted: the sender was given credits.
         is_tested: the first segment has arrived intact.
     """
@@ -31,7 +31,7 @@ class ReceiverLink:
     token: bytes
     layout: KvLayout
     offers: dict[str, bytes] = field(default_factory=dict)
-    carrier: str = ""
+    transport: str = ""
     inbound: Inbound | None = None
     is_granted: bool = False
     is_tested: bool = False

@@ -26,7 +26,7 @@ from pagewire.shared.transfer.endpoint.segments import ExportQueue, SegmentRange
 from pagewire.shared.transfer.endpoint.sender_link import (
     SenderJob,
     SenderLink,
-    choose_carrier,
+    choose_transport,
 )
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, SenderSocket
 from pagewire.shared.transfer.job_messages import JobReport
@@ -73,8 +73,8 @@ class KvSender(KvHalf[SenderLink]):
             hello: the receiver's offer; its endpoint has a numeric address.
 
         Raises:
-            TransferError: a block does not fit into the staging slots of both sides, or no carrier
-                works between them; says why each does not.
+            TransferError: a block does not fit into the staging slots of both sides, or no
+                transport works between them; says why each does not.
         """
         if (layout := layout_between(self.layout, hello.layout.ranks)) is None:
             problem = f"the KV heads cannot be divided for {hello.layout.ranks} ranks"
@@ -89,8 +89,8 @@ class KvSender(KvHalf[SenderLink]):
             )
         socket = SenderSocket(self.sockets, hello.endpoint, hello.token)
         try:
-            name, outbound = choose_carrier(hello, self.carriers, socket)
-        except BaseException:  # whatever a carrier raises
+            name, outbound = choose_transport(hello, self.transports, socket)
+        except BaseException:  # whatever a transport raises
             socket.close()
             raise
         link = SenderLink(hello.worker_id, name, slot_bytes, layout, socket, outbound)
@@ -261,13 +261,13 @@ class KvSender(KvHalf[SenderLink]):
         link.credits.acknowledge(ack.credit, ack.use)
         if is_oldest:  # one that never arrives is noticed, whatever overtakes it
             link.acked_s = self.clock()
-        self.stats.bytes[link.peer, link.carrier] += sent.segment.nbytes
+        self.stats.bytes[link.peer, link.transport] += sent.segment.nbytes
         self._outgoing.may_pack = True
         if ack.outcome == "ok":
             link.speed.observe(sent.segment.nbytes, sent.since, self.clock())
         if sent.job is link.test:
             if ack.outcome != "ok":
-                raise TransferError(f"{link.carrier} does not bring what is sent")
+                raise TransferError(f"{link.transport} does not bring what is sent")
             return
         self.stats.outcomes[ack.outcome] += 1
         if sent.job.is_over:

@@ -1,4 +1,4 @@
-"""The sender's state of a KV link, its jobs and segments; the choice of the link's carrier."""
+"""The sender's state of a KV link, its jobs and segments; the choice of the link's transport."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pagewire.shared.base.errors import TransferError
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.costs.link_speed import LinkSpeed
 from pagewire.shared.kv.kv_layout import KvLayout
-from pagewire.shared.transfer.carriers.base import Carrier, Outbound, Pending
 from pagewire.shared.transfer.endpoint.credits import SenderCredits
 from pagewire.shared.transfer.endpoint.segments import ExportQueue, SegmentRange
 from pagewire.shared.transfer.endpoint.sockets import SenderSocket
 from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.transports.base import Outbound, Pending, Transport
 
 logger = logging.getLogger(__name__)
 
@@ -69,18 +69,18 @@ class SenderLink:
 
     Attributes:
         peer: name of the worker that receives.
-        carrier: name of the carrier.
+        transport: name of the transport.
         slot_bytes: size of the staging slots, where both sides differ that of the smaller ones.
         layout: of segments: a part for each of the ranks of the side that has more of them.
         speed: of the segments, from the end of their packing to their acknowledgement; unknown
             before the test is acknowledged.
         sent: segments that are not acknowledged, by credit, in the order of their sending.
         acked_s: when the segment that was the first in `sent` was acknowledged, most recently.
-        test: sends the link's first segment, which tests the carrier. `KvSender.connect` sets it.
+        test: sends the link's first segment, which tests the transport. `KvSender.connect` sets it.
     """
 
     peer: str
-    carrier: str
+    transport: str
     slot_bytes: int
     layout: KvLayout
     socket: SenderSocket
@@ -97,27 +97,27 @@ class SenderLink:
         return self.speed.bytes_per_s / 1e9
 
 
-def choose_carrier(
-    hello: KvHello, carriers: Mapping[str, Carrier], socket: SenderSocket
+def choose_transport(
+    hello: KvHello, transports: Mapping[str, Transport], socket: SenderSocket
 ) -> tuple[str, Outbound]:
-    """Return the receiver's first carrier that works from here, and the sender's half of it.
+    """Return the receiver's first transport that works from here, and the sender's half of it.
 
     Args:
         hello: the receiver's offer.
-        carriers: the carriers that are open in this process, by name.
+        transports: the transports that are open in this process, by name.
         socket: for the link's announcements.
 
     Raises:
         TransferError: none works; says why each does not.
     """
     problems = []
-    for name, offer in hello.carriers.items():
-        carrier = carriers.get(name)
-        if carrier is None:
+    for name, offer in hello.transports.items():
+        transport = transports.get(name)
+        if transport is None:
             problems.append(f"{name}: this worker does not have it")
             continue
         try:
-            outbound = carrier.outbound(hello.link, offer, socket)
+            outbound = transport.outbound(hello.link, offer, socket)
         except TransferError as exc:
             problems.append(f"{name}: {exc}")
             continue
@@ -126,5 +126,5 @@ def choose_carrier(
             logger.warning("KV blocks to %s cross by %s (%s)", hello.worker_id, name, text)
         return name, outbound
     raise TransferError(
-        f"{hello.worker_id} can be reached by no carrier ({'; '.join(problems) or 'none'})"
+        f"{hello.worker_id} can be reached by no transport ({'; '.join(problems) or 'none'})"
     )

@@ -17,7 +17,6 @@ import zmq
 from pagewire.shared.base.addresses import with_host
 from pagewire.shared.base.errors import ConfigError, ProtocolError, TransferError
 from pagewire.shared.control.auth import ClusterKeys, ZapHandler
-from pagewire.shared.transfer.carriers.base import DONE, Pending
 from pagewire.shared.transfer.messages import (
     MAX_MESSAGE_BYTES,
     ToReceiver,
@@ -26,6 +25,7 @@ from pagewire.shared.transfer.messages import (
     decode_for_sender,
     encode,
 )
+from pagewire.shared.transfer.transports.base import DONE, Pending
 
 _IO_THREADS = 2  # in and out at once
 _FRAME_OVERHEAD = 64  # bytes that encryption adds, rounded up

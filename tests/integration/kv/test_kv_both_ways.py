@@ -27,7 +27,7 @@ from pagewire.tests.support.kv_services import (
     prefill_process,
     prefill_worker,
 )
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, Side
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, TRANSPORTS, Side
 
 LONG = prompt_of(40)  # five segments
 NUM_REQUESTS = 12
@@ -137,15 +137,15 @@ def ask(router: Router, helper: str, number: int) -> None:
     router.generate(f"r{number}", prompt_of(length, first=number), workers=(helper,), max_tokens=6)
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("slots", [2, 5])
 def test_two_workers_compute_prompts_for_each_other_while_they_decode(
     kind: str, slots: int
 ) -> None:
     async def scenario() -> None:
         async with (
-            prefill_worker("a", slots=slots, carriers=(kind,), **ROOM) as a,
-            decode_worker("b", slots=slots, carriers=(kind,), **ROOM) as b,
+            prefill_worker("a", slots=slots, transports=(kind,), **ROOM) as a,
+            decode_worker("b", slots=slots, transports=(kind,), **ROOM) as b,
             router_of(a) as of_a,
             router_of(b) as of_b,
             linked_both_ways(a, b),

@@ -8,7 +8,7 @@ import pytest
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import CARRIERS
+from pagewire.tests.support.kv_sides import TRANSPORTS
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
@@ -18,12 +18,12 @@ LARGE = {"num_blocks": 64, "max_num_batched_tokens": 64}
 # Corrupt payloads
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("divided_bytes", [0, 1 << 20], ids=["divided", "whole"])
 @pytest.mark.parametrize("num_corrupt", [1, 2])  # a segment that is corrupt a third time fails
 def test_a_corrupt_segment_is_sent_again(kind: str, divided_bytes: int, num_corrupt: int) -> None:
     with kv_pair(kind, divided_bytes=divided_bytes, prefill_slots=8, prefill=LARGE) as pair:
-        pair.prefill.carrier.num_corrupt = num_corrupt
+        pair.prefill.transport.num_corrupt = num_corrupt
         request = pair.ask(PROMPT)
         pair.finish()
         assert len(request.tried) == 1
@@ -32,10 +32,10 @@ def test_a_corrupt_segment_is_sent_again(kind: str, divided_bytes: int, num_corr
         assert pair.prefill.sender.stats.resends == num_corrupt
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_job_whose_segment_is_always_corrupt_fails_and_another_one_succeeds(kind: str) -> None:
     with kv_pair(kind, num_prefills=2) as pair:
-        pair.prefill.carrier.num_corrupt = 1 << 30
+        pair.prefill.transport.num_corrupt = 1 << 30
         request = pair.ask(PROMPT)
         pair.finish()
         assert [link.prefill.name for link in request.tried] == ["p0", "p1"]
@@ -44,14 +44,14 @@ def test_a_job_whose_segment_is_always_corrupt_fails_and_another_one_succeeds(ki
         assert pair.decode.device.batches[0] == (1, 1), "it was computed here"
 
 
-@CARRIERS
+@TRANSPORTS
 def test_without_another_worker_the_decode_worker_computes_it(kind: str) -> None:
     with kv_pair(kind) as pair:
-        pair.prefill.carrier.num_corrupt = 1 << 30
+        pair.prefill.transport.num_corrupt = 1 << 30
         pair.ask(PROMPT)
         pair.finish()
         assert pair.decode.device.batches[0] != (1, 1)
-        pair.prefill.carrier.num_corrupt = 0
+        pair.prefill.transport.num_corrupt = 0
         request = pair.ask(PROMPT[::-1])
         pair.finish()
         assert len(request.tried) == 1
@@ -60,7 +60,7 @@ def test_without_another_worker_the_decode_worker_computes_it(kind: str) -> None
 # Packing and unpacking that fail
 
 
-@CARRIERS
+@TRANSPORTS
 def test_packing_that_fails_fails_its_job_and_no_other(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -82,7 +82,7 @@ def test_packing_that_fails_fails_its_job_and_no_other(
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_unpacking_that_fails_costs_a_resend(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     with kv_pair(kind) as pair:
         pair.decode.device.fails_to_move = RuntimeError("device on fire")
@@ -92,7 +92,7 @@ def test_unpacking_that_fails_costs_a_resend(kind: str, caplog: pytest.LogCaptur
         assert (len(request.tried), pair.prefill.sender.stats.resends) == (1, 1)
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("where", ["fail_execute", "fail_wait"])
 def test_a_job_whose_step_failed_is_computed_elsewhere(
     kind: str, where: str, caplog: pytest.LogCaptureFixture
@@ -118,12 +118,12 @@ def while_packed(pair: KvPair, request: Request) -> bool:
 
 
 def while_written(pair: KvPair, request: Request) -> bool:
-    pair.prefill.carrier.holds_writes = True
+    pair.prefill.transport.holds_writes = True
     return pair.decode.receiver.stats.outcomes["ok"] > 0
 
 
 def while_announced(pair: KvPair, request: Request) -> bool:
-    pair.decode.carrier.holds_payloads = True
+    pair.decode.transport.holds_payloads = True
     return pair.decode.is_receiving
 
 
@@ -133,7 +133,7 @@ def while_unpacked(pair: KvPair, request: Request) -> bool:
 
 
 def while_corrupt(pair: KvPair, request: Request) -> bool:
-    pair.prefill.carrier.num_corrupt = 1
+    pair.prefill.transport.num_corrupt = 1
     return pair.decode.receiver.stats.outcomes["corrupt"] > 0
 
 
@@ -158,7 +158,7 @@ POINTS = [
 ]
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("reach", POINTS)
 @pytest.mark.parametrize("divided_bytes", [0, 1 << 20], ids=["divided", "whole"])
 def test_a_request_aborted_at_any_point_leaves_nothing(
@@ -176,7 +176,7 @@ def test_a_request_aborted_at_any_point_leaves_nothing(
         assert len(heir.tried) == 1
 
 
-@CARRIERS
+@TRANSPORTS
 def test_blocks_of_a_request_that_ends_stay_pinned_while_they_are_written(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
         pair.decode.device.has_moved = False
@@ -202,7 +202,7 @@ def end_by_local_prefill(pair: KvPair, request: Request) -> None:
     pair.decode.core.sequences.recompute_locally(request.sequence, next(iter(request.tokens), None))
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("end", [end_by_abort, end_by_local_prefill])
 @pytest.mark.parametrize("has_stepped", [False, True])
 def test_late_segments_of_a_request_that_has_ended_are_dropped(
@@ -223,7 +223,7 @@ def test_late_segments_of_a_request_that_has_ended_are_dropped(
         assert pair.prefill.sender.stats.outcomes == {"dropped": 3}
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("has_moved", [False, True], ids=["unpacking", "unpacked"])
 def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> None:
     with kv_pair(kind, num_prefills=2, blocks_per_slot=1) as pair:
@@ -247,7 +247,7 @@ def test_segments_of_an_earlier_job_do_not_count(kind: str, has_moved: bool) -> 
         assert outcomes["ok"] + outcomes["dropped"] == 10 and outcomes["ok"] >= 5
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_job_is_silent_until_something_of_it_comes(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=1) as pair:
         jobs = pair.decode.receiver.jobs

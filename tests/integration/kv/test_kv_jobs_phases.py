@@ -146,7 +146,7 @@ def test_timings_of_the_transfer_come_when_the_blocks_have_arrived() -> None:
             case.link.send_blocks(case.job, 2)
             await eventually(lambda: outputs[-1].finish_reason)
         assert outputs[0].token_ids == [0]
-        known = [output.timings.carrier for output in outputs if output.timings is not None]
+        known = [output.timings.transport for output in outputs if output.timings is not None]
         assert known == [None, "zmq", "zmq"]
 
     run_async(scenario())

@@ -1,4 +1,4 @@
-"""Segments of which another GPU packs a part: a carrier sends them when all parts are there."""
+"""Segments of which another GPU packs a part: a transport sends them when all parts are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.kv_pair import kv_pair
-from pagewire.tests.support.kv_sides import CARRIERS
+from pagewire.tests.support.kv_sides import TRANSPORTS
 
 PROMPT = [n * n % 7 for n in range(18)]
 POLLS = 3
@@ -34,7 +34,7 @@ class LateMove(PendingMove):
 PACK = FakeDevice.pack
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_segment_is_sent_once_all_parts_are_packed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.messages import Grant, Open
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
 from pagewire.tests.support.kv_raw import raw_sender
-from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S, hello_of
+from pagewire.tests.support.kv_sides import TIMEOUT_S, TRANSPORTS, hello_of
 
 pytestmark = pytest.mark.timeout(30)
 BROKEN = RuntimeError("the device is broken")
@@ -33,7 +33,7 @@ def idle(pair: KvPair) -> list[int]:
 # Links open
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_is_tested_before_its_first_job(kind: str) -> None:
     with kv_pair(kind, linked=False) as pair:
         pair.decode.device.has_moved = False
@@ -51,10 +51,10 @@ def test_a_link_is_tested_before_its_first_job(kind: str) -> None:
         assert (link.sent.peer, link.received.peer) == ("d0", "p0")
 
 
-@CARRIERS
-def test_a_carrier_that_does_not_bring_what_is_sent_ends_the_link(kind: str) -> None:
+@TRANSPORTS
+def test_a_transport_that_does_not_bring_what_is_sent_ends_the_link(kind: str) -> None:
     with kv_pair(kind, linked=False) as pair:
-        pair.prefill.carrier.num_corrupt = 1
+        pair.prefill.transport.num_corrupt = 1
         link = pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.prefill.lost)
         assert pair.prefill.lost == [(link.sent, f"{kind} does not bring what is sent")]
@@ -63,7 +63,7 @@ def test_a_carrier_that_does_not_bring_what_is_sent_ends_the_link(kind: str) -> 
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_that_opens_while_all_slots_are_in_use_is_tested_later(kind: str) -> None:
     with kv_pair(kind, prefill_slots=1, num_decodes=2, linked=False) as pair:
         pair.open(pair.prefill, pair.decodes[0])
@@ -78,22 +78,22 @@ def test_a_link_that_opens_while_all_slots_are_in_use_is_tested_later(kind: str)
         assert request.is_over
 
 
-def test_without_a_common_carrier_the_error_says_why_for_each() -> None:
+def test_without_a_common_transport_the_error_says_why_for_each() -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
-        del pair.prefill.carriers["loopback"]
-        pair.prefill.carrier.fails = "outbound"
-        why = "d0 can be reached by no carrier (loopback: this worker does not have it; zmq: the "
+        del pair.prefill.transports["loopback"]
+        pair.prefill.transport.fails = "outbound"
+        why = "d0 can be reached by no transport (loopback: this worker does not have it; zmq: the "
         with pytest.raises(TransferError) as raised:
             pair.connect(pair.prefill, pair.decode)
         assert str(raised.value) == why + "wire is cut)"
         assert (len(pair.prefill.sender.links), len(pair.decode.receiver.links)) == (0, 0)
         link = pair.open(pair.prefill, pair.decode)
-        assert link.sent.carrier == link.received.carrier == "zmq"
+        assert link.sent.transport == link.received.transport == "zmq"
         pair.ask(PROMPT)
         pair.finish()
 
 
-def test_a_receiver_without_a_carrier_to_offer_says_why_of_each(
+def test_a_receiver_without_a_transport_to_offer_says_why_of_each(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def fail(_link: int) -> bytes:
@@ -101,31 +101,31 @@ def test_a_receiver_without_a_carrier_to_offer_says_why_of_each(
 
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
         receiver = pair.decode.receiver
-        pair.decode.carriers["zmq"].fails = "offer"
+        pair.decode.transports["zmq"].fails = "offer"
         tested = "its test failed: a segment arrived corrupt"
-        why = f"there is no carrier for p0 (loopback: {tested}; zmq: the wire is cut)"
+        why = f"there is no transport for p0 (loopback: {tested}; zmq: the wire is cut)"
         with pytest.raises(TransferError, match=re.escape(why)):
             receiver.offer("p0", 1, without={"loopback": tested})
-        pair.decode.carriers["loopback"].offer = fail
+        pair.decode.transports["loopback"].offer = fail
         why = "(loopback: OSError(24, 'Too many open files'); zmq: the wire is cut)"
         for _ in range(3):
-            pair.decode.carriers["zmq"].fails = "offer"
+            pair.decode.transports["zmq"].fails = "offer"
             with pytest.raises(TransferError, match=re.escape(why)):
                 receiver.offer("p0", 1)
         assert caplog.text.count("loopback cannot be offered to p0") == 1
-        receiver.carriers = {}
-        with pytest.raises(TransferError, match=r"no carrier for p0 \(none is open\)"):
+        receiver.transports = {}
+        with pytest.raises(TransferError, match=r"no transport for p0 \(none is open\)"):
             receiver.offer("p0", 1)
         assert len(receiver.links) == 0
 
 
 def test_only_what_was_offered_is_accepted() -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
-        for carrier in ("loopback", "ucx"):
+        for transport in ("loopback", "ucx"):
             with raw_sender(pair, pair.decode, without={"loopback"}) as raw:
-                raw.say(Open(carrier, b""))
+                raw.say(Open(transport, b""))
                 pair.until(lambda: pair.decode.lost)
-                why = f"carrier '{carrier}' was not offered"
+                why = f"transport '{transport}' was not offered"
                 assert pair.decode.lost == [(raw.link, why)]
                 pair.decode.lost.clear()
         with raw_sender(pair, pair.decode, without={"loopback"}) as raw:
@@ -168,7 +168,7 @@ def test_one_link_too_many_is_refused_by_name() -> None:
 # Credits
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_opened_while_others_are_idle_gets_its_share(kind: str) -> None:
     with kv_pair(kind, num_prefills=4, decode_slots=12, linked=False) as pair:
         for opened, share in enumerate([12, 6, 4, 3], 1):
@@ -179,7 +179,7 @@ def test_a_link_opened_while_others_are_idle_gets_its_share(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
     with kv_pair(
         kind, num_prefills=2, decode_slots=4, blocks_per_slot=1, linked=False,
@@ -190,7 +190,7 @@ def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
         requests = [pair.ask([n, *PROMPT]) for n in range(3)]
         pair.until(lambda: len(pair.link.sent.credits.in_use) == 4)
         joined = pair.connect(pair.prefills[1], pair.decode)
-        pair.until(lambda: joined.received.carrier)
+        pair.until(lambda: joined.received.transport)
         assert idle(pair) == [0, 0]
         pair.decode.device.has_moved = True
         pair.until(lambda: joined.is_tested)
@@ -199,7 +199,7 @@ def test_a_link_opened_while_others_send_gets_its_share(kind: str) -> None:
         assert all(request.tried == [pair.link] for request in requests)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_the_credits_of_a_link_that_ends_go_to_the_others(kind: str) -> None:
     with kv_pair(kind, num_prefills=2, decode_slots=7) as pair:
         pair.until(lambda: idle(pair) == [4, 3])
@@ -209,13 +209,13 @@ def test_the_credits_of_a_link_that_ends_go_to_the_others(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_slots_that_may_still_be_written_to_are_used_by_nobody(kind: str) -> None:
     with kv_pair(kind, num_prefills=3, decode_slots=6, linked=False) as pair:
         for prefill in pair.prefills[:2]:
             pair.open(prefill, pair.decode)
         pair.until(lambda: idle(pair) == [3, 3])
-        pair.decode.carrier.holds_slots = True
+        pair.decode.transport.holds_slots = True
         pair.end(pair.link)
         pair.open(pair.prefills[2], pair.decode)
         pair.until(lambda: sum(idle(pair)) == 3)
@@ -223,12 +223,12 @@ def test_slots_that_may_still_be_written_to_are_used_by_nobody(kind: str) -> Non
         pair.until(lambda: all(request.is_over for request in pair.requests.values()))
         assert count(pair, StagingSlotState.QUARANTINED) == 3
         assert not pair.decode.core.hooks_busy, "an idle worker waits for it"
-        pair.decode.carrier.holds_slots = False
+        pair.decode.transport.holds_slots = False
         pair.until(lambda: idle(pair) == [3, 3])
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: str) -> None:
     with kv_pair(kind) as pair:
         pair.decode.device.has_moved = False
@@ -244,7 +244,7 @@ def test_a_slot_that_is_read_is_used_by_nobody_after_its_link_has_ended(kind: st
         assert count(pair, StagingSlotState.FREE) == 4
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_whose_test_cannot_be_packed_is_lost_at_once(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -257,7 +257,7 @@ def test_a_link_whose_test_cannot_be_packed_is_lost_at_once(
         assert not pair.prefill.failed
 
 
-@CARRIERS
+@TRANSPORTS
 def test_the_time_for_an_acknowledgement_begins_when_the_segment_is_packed(kind: str) -> None:
     with kv_pair(kind, linked=False) as pair:
         pair.prefill.device.has_moved = False
@@ -273,7 +273,7 @@ def test_the_time_for_an_acknowledgement_begins_when_the_segment_is_packed(kind:
         assert not pair.prefill.lost
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_link_whose_segment_cannot_be_sent_is_lost_with_its_credits(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

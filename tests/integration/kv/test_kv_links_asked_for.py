@@ -158,10 +158,10 @@ def test_an_endpoint_where_nobody_listens_costs_others_nothing() -> None:
     run_async(scenario())
 
 
-def test_a_worker_without_a_common_carrier_is_refused_by_name() -> None:
+def test_a_worker_without_a_common_transport_is_refused_by_name() -> None:
     async def scenario() -> None:
         async with prefill_worker() as p, decode_by_hand(p) as decode:
-            error = await decode.say_hello(carriers={"pigeon": b"coo"})
+            error = await decode.say_hello(transports={"pigeon": b"coo"})
             assert "pigeon: this worker does not have it" in (error or "")
 
     run_async(scenario())

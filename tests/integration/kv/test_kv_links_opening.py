@@ -24,7 +24,7 @@ def test_a_link_is_tested_and_measured() -> None:
         async with prefill_worker() as p, decode_worker() as d:
             await d.link_to(p)
             [link] = p.sender.links
-            assert (link.peer, link.carrier) == ("decode-0", "zmq")
+            assert (link.peer, link.transport) == ("decode-0", "zmq")
             await eventually(lambda: link.gb_per_s > 0)
             assert list(d.links.open_epochs) == ["prefill-0"]
 
@@ -126,40 +126,40 @@ def test_a_worker_whose_endpoint_is_nonsense_is_one_warning(
 
 
 @pytest.mark.parametrize("is_lost", [True, False], ids=["lost", "corrupt"])
-def test_where_a_carrier_brings_nothing_the_next_is_taken(
+def test_where_a_transport_brings_nothing_the_next_is_taken(
     is_lost: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     times = Times(transfer_s=2.0)
 
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=BOTH, times=times) as p,
-            decode_worker(carriers=BOTH, times=times) as d,
+            prefill_worker(transports=BOTH, times=times) as p,
+            decode_worker(transports=BOTH, times=times) as d,
         ):
-            carrier = p.side.carrier
-            carrier.loses, carrier.num_corrupt = is_lost, 0 if is_lost else ALWAYS
+            transport = p.side.transport
+            transport.loses, transport.num_corrupt = is_lost, 0 if is_lost else ALWAYS
             await d.link_to(p)
-            assert [link.carrier for link in p.sender.links] == ["zmq"]
-            assert carrier.num_sent == 1
+            assert [link.transport for link in p.sender.links] == ["zmq"]
+            assert transport.num_sent == 1
             await asyncio.sleep(4 * d.times.heartbeat_s)  # it is not tried alongside the other
-            assert carrier.num_sent == 1
+            assert transport.num_sent == 1
 
     run_async(scenario())
     assert "no link to prefill-0" in caplog.text
 
 
-def test_a_restarted_worker_may_use_a_carrier_that_failed_before() -> None:
+def test_a_restarted_worker_may_use_a_transport_that_failed_before() -> None:
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=BOTH) as old,
-            prefill_worker(carriers=BOTH, epoch=2) as new,
-            decode_worker(carriers=BOTH) as d,
+            prefill_worker(transports=BOTH) as old,
+            prefill_worker(transports=BOTH, epoch=2) as new,
+            decode_worker(transports=BOTH) as d,
         ):
-            old.side.carrier.num_corrupt = ALWAYS
+            old.side.transport.num_corrupt = ALWAYS
             await d.link_to(old)
-            assert [link.carrier for link in old.sender.links] == ["zmq"]
+            assert [link.transport for link in old.sender.links] == ["zmq"]
             await d.link_to(new)
-            assert [link.carrier for link in new.sender.links] == ["loopback"]
+            assert [link.transport for link in new.sender.links] == ["loopback"]
 
     run_async(scenario())
 
@@ -199,12 +199,12 @@ def test_a_prefill_worker_that_ends_its_link_gets_another() -> None:
     run_async(scenario())
 
 
-def test_a_carrier_that_was_not_offered_ends_one_attempt_only() -> None:
+def test_a_transport_that_was_not_offered_ends_one_attempt_only() -> None:
     async def scenario() -> None:
         async with prefill_by_hand() as by_hand, decode_worker() as d:
             d.records = [by_hand.record()]
             await eventually(lambda: by_hand.hellos)
-            with kv_link_by_hand(by_hand.hellos[0][1], "carrier pigeon"):
+            with kv_link_by_hand(by_hand.hellos[0][1], "transport pigeon"):
                 await eventually(lambda: len(by_hand.hellos) == 2)
             assert not d.is_linked()
 
@@ -223,59 +223,59 @@ def test_closing_ends_attempts_too() -> None:
 
 
 @pytest.mark.parametrize("others", [(), ("zmq",)], ids=["only one", "the only common one"])
-def test_a_carrier_that_failed_for_a_while_is_tried_again(others: tuple[str, ...]) -> None:
+def test_a_transport_that_failed_for_a_while_is_tried_again(others: tuple[str, ...]) -> None:
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=("loopback",)) as p,
-            decode_worker(carriers=(*others, "loopback")) as d,
+            prefill_worker(transports=("loopback",)) as p,
+            decode_worker(transports=(*others, "loopback")) as d,
         ):
-            p.side.carrier.num_corrupt = ALWAYS
+            p.side.transport.num_corrupt = ALWAYS
             d.records = [p.record()]
-            await eventually(lambda: p.side.carrier.num_sent > 1)
-            p.side.carrier.num_corrupt = 0
+            await eventually(lambda: p.side.transport.num_sent > 1)
+            p.side.transport.num_corrupt = 0
             await d.link_to(p)
 
     run_async(scenario())
 
 
-def test_a_carrier_that_failed_is_offered_again_where_no_other_can_be(
+def test_a_transport_that_failed_is_offered_again_where_no_other_can_be(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(_link: int) -> bytes:
         raise TransferError("the wire is cut")
 
     async def scenario() -> None:
-        async with prefill_worker(carriers=BOTH) as p, decode_worker(carriers=BOTH) as d:
-            p.side.carrier.num_corrupt = 1
-            d.side.carriers["zmq"].offer = refuse
+        async with prefill_worker(transports=BOTH) as p, decode_worker(transports=BOTH) as d:
+            p.side.transport.num_corrupt = 1
+            d.side.transports["zmq"].offer = refuse
             await d.link_to(p)
-            assert [link.carrier for link in p.sender.links] == ["loopback"]
+            assert [link.transport for link in p.sender.links] == ["loopback"]
 
     run_async(scenario())
-    assert "no carrier for prefill-0 (loopback: its test failed: " in caplog.text
+    assert "no transport for prefill-0 (loopback: its test failed: " in caplog.text
     assert "; zmq: the wire is cut)" in caplog.text
 
 
-def test_a_lost_control_connection_is_not_the_carriers_fault() -> None:
+def test_a_lost_control_connection_is_not_the_transports_fault() -> None:
     async def scenario() -> None:
-        async with decode_worker(carriers=BOTH) as d:
+        async with decode_worker(transports=BOTH) as d:
             for _ in range(2):
                 async with prefill_by_hand() as by_hand:
                     d.records = [by_hand.record()]
                     await eventually(lambda: by_hand.hellos)
                     with kv_link_by_hand(by_hand.hellos[0][1], "loopback") as link:
                         await link.granted()  # and nothing is sent
-                assert list(by_hand.hellos[0][1].carriers) == ["loopback", "zmq"]
+                assert list(by_hand.hellos[0][1].transports) == ["loopback", "zmq"]
 
     run_async(scenario())
 
 
-def test_a_link_without_credits_is_not_the_carriers_fault() -> None:
+def test_a_link_without_credits_is_not_the_transports_fault() -> None:
     async def scenario() -> None:
         async with (
             prefill_by_hand("prefill-0") as greedy,
             prefill_by_hand("prefill-1") as other,
-            decode_worker(carriers=BOTH, times=SHORT_TIMES) as d,
+            decode_worker(transports=BOTH, times=SHORT_TIMES) as d,
         ):
             d.records = [greedy.record()]
             await eventually(lambda: greedy.hellos)
@@ -287,7 +287,7 @@ def test_a_link_without_credits_is_not_the_carriers_fault() -> None:
                 await eventually(lambda: other.hellos)
                 with kv_link_by_hand(other.hellos[0][1], "loopback"):
                     await eventually(lambda: len(other.hellos) == 2)
-                assert list(other.hellos[1][1].carriers) == ["loopback", "zmq"]
+                assert list(other.hellos[1][1].transports) == ["loopback", "zmq"]
 
     run_async(scenario())
 
@@ -361,7 +361,7 @@ def test_a_prompt_whose_blocks_never_arrive_intact_is_computed_here_at_once() ->
             router_of(d) as router,
         ):
             await d.link_to(p)
-            p.side.carrier.num_corrupt = ALWAYS
+            p.side.transport.num_corrupt = ALWAYS
             start = time.monotonic()
             router.generate()
             await router.answer()

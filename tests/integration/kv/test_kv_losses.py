@@ -9,7 +9,7 @@ import pytest
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.tests.support.fake_engine import make_sequence
 from pagewire.tests.support.kv_pair import KvPair, Request, kv_pair
-from pagewire.tests.support.kv_sides import CARRIERS, TIMEOUT_S
+from pagewire.tests.support.kv_sides import TIMEOUT_S, TRANSPORTS
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
@@ -54,7 +54,7 @@ def while_packing(pair: KvPair, request: Request) -> None:
 
 def while_writing(pair: KvPair, request: Request) -> None:
     begin(pair, request)
-    pair.prefill.carrier.holds_writes = True
+    pair.prefill.transport.holds_writes = True
     pair.until(lambda: pair.decode.receiver.stats.outcomes["ok"])
 
 
@@ -65,7 +65,7 @@ def while_announced(pair: KvPair, request: Request) -> None:
 
 def while_a_payload_is_awaited(pair: KvPair, request: Request) -> None:
     begin(pair, request)
-    pair.decode.carrier.holds_payloads = True
+    pair.decode.transport.holds_payloads = True
     pair.until(lambda: pair.decode.is_receiving)
 
 
@@ -82,7 +82,7 @@ def while_acknowledged(pair: KvPair, request: Request) -> None:
 
 def while_sending_again(pair: KvPair, request: Request) -> None:
     begin(pair, request)
-    pair.prefill.carrier.num_corrupt = 2
+    pair.prefill.transport.num_corrupt = 2
     pair.until(lambda: pair.prefill.sender.stats.resends)
 
 
@@ -125,7 +125,7 @@ def receiver_dies(pair: KvPair) -> None:
     pair.decode.close()
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("reach", POINTS)
 @pytest.mark.parametrize("end", [sender_closes, receiver_closes, sender_dies, receiver_dies])
 def test_a_link_lost_at_any_point_leaves_nothing(
@@ -162,7 +162,7 @@ def test_a_link_lost_at_any_point_leaves_nothing(
         else:
             pair.finish()
             assert pair.decode.slots.count(StagingSlotState.FREE) == 4
-        assert [side.carrier.num_open for side in pair.sides] == [0, 0]
+        assert [side.transport.num_open for side in pair.sides] == [0, 0]
 
 
 def _is_lost_by(pair: KvPair) -> bool:
@@ -170,7 +170,7 @@ def _is_lost_by(pair: KvPair) -> bool:
     return not len(pair.prefill.sender.links)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_sender_that_is_gone_is_noticed_by_what_is_sent_to_it(kind: str) -> None:
     with kv_pair(kind, num_prefills=2, linked=False) as pair:
         gone = pair.open(pair.prefill, pair.decode)
@@ -178,7 +178,7 @@ def test_a_sender_that_is_gone_is_noticed_by_what_is_sent_to_it(kind: str) -> No
         pair.prefill.close()
         for _ in range(100):  # what is sent before the connection's end is seen is lost
             other = pair.connect(pair.prefills[1], pair.decode)  # takes credits from the first one
-            pair.until(lambda: other.received.carrier)  # noqa: B023
+            pair.until(lambda: other.received.transport)  # noqa: B023
             pair.end(other)
             if pair.decode.lost:
                 break
@@ -187,7 +187,7 @@ def test_a_sender_that_is_gone_is_noticed_by_what_is_sent_to_it(kind: str) -> No
         assert reason.startswith("the sender cannot be reached: ")
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_receiver_that_is_silent_is_lost_in_its_time_and_not_before(kind: str) -> None:
     with kv_pair(kind) as pair:
         request = pair.ask(PROMPT)
@@ -211,10 +211,10 @@ def test_a_receiver_that_is_silent_is_lost_in_its_time_and_not_before(kind: str)
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_payloads_of_a_link_that_has_ended_are_not_awaited(kind: str) -> None:
     with kv_pair(kind) as pair:
-        pair.decode.carrier.holds_payloads = True
+        pair.decode.transport.holds_payloads = True
         pair.ask(PROMPT)
         pair.until(lambda: pair.decode.is_receiving)
         pair.decode.receiver.close(pair.link.received)
@@ -224,12 +224,12 @@ def test_payloads_of_a_link_that_has_ended_are_not_awaited(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("where", ["send", "sent", "receive"])
-def test_a_carrier_that_fails_ends_its_link_and_no_other(kind: str, where: str) -> None:
+def test_a_transport_that_fails_ends_its_link_and_no_other(kind: str, where: str) -> None:
     with kv_pair(kind, num_prefills=2) as pair:
         side = pair.decode if where == "receive" else pair.prefill
-        side.carrier.fails = where
+        side.transport.fails = where
         request = pair.ask(PROMPT)
         pair.finish()
         ((_, reason),) = side.lost
@@ -241,7 +241,7 @@ def test_a_carrier_that_fails_ends_its_link_and_no_other(kind: str, where: str) 
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_worker_that_restarts_is_linked_again(kind: str) -> None:
     with kv_pair(kind, num_prefills=2) as pair:
         pair.decode.device.has_moved = False

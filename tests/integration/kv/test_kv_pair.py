@@ -14,7 +14,7 @@ from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS, KINDS, LAYOUT
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, KINDS, LAYOUT, TRANSPORTS
 
 pytestmark = pytest.mark.timeout(30)
 PROMPT = [n * n % 7 for n in range(18)]  # 4 full blocks and 2 tokens
@@ -34,7 +34,7 @@ def warm(pair: KvPair, request: str, prompt: list[int]) -> None:
         pair.until(lambda sequence=sequence: sequence.is_finished)
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("overlap", [False, True], ids=["serial", "overlap"])
 def test_a_prompt_crosses_and_the_sequence_ends_with_its_tokens(kind: str, overlap: bool) -> None:
     with kv_pair(kind, prefill={"overlap": overlap}, decode={"overlap": overlap}) as pair:
@@ -48,7 +48,7 @@ def test_a_prompt_crosses_and_the_sequence_ends_with_its_tokens(kind: str, overl
         assert nbytes == pair.prefill.sender.stats.bytes["d0", kind] > packed_bytes(LAYOUT, 5)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_blocks_leave_while_later_chunks_compute(kind: str) -> None:
     with kv_pair(kind, prefill={"max_num_batched_tokens": 6}) as pair:
         request = pair.ask(PROMPT)
@@ -61,7 +61,7 @@ def test_blocks_leave_while_later_chunks_compute(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("num_cached", [4, 11, 17])
 def test_blocks_that_are_there_do_not_cross(kind: str, num_cached: int) -> None:
     with kv_pair(kind) as pair:
@@ -73,7 +73,7 @@ def test_blocks_that_are_there_do_not_cross(kind: str, num_cached: int) -> None:
         assert sum(count for count, _ in packed(pair)) == len(request.positions)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_cached_blocks_of_the_prefill_side_leave_with_its_first_step(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill={"max_num_batched_tokens": 4}) as pair:
         warm(pair, "warms", PROMPT[:12])
@@ -85,7 +85,7 @@ def test_cached_blocks_of_the_prefill_side_leave_with_its_first_step(kind: str) 
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("later", [False, True], ids=["token-last", "token-first"])
 def test_first_token_and_blocks_come_in_either_order(kind: str, later: bool) -> None:
     with kv_pair(kind) as pair:
@@ -96,7 +96,7 @@ def test_first_token_and_blocks_come_in_either_order(kind: str, later: bool) -> 
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=8, prefill=LARGE) as pair:
         pair.decode.device.has_moved = False
@@ -113,7 +113,7 @@ def test_the_loop_goes_on_at_once_after_the_last_segment(kind: str) -> None:
 # By layer group
 
 
-@CARRIERS
+@TRANSPORTS
 def test_the_last_chunk_leaves_by_layer_group(kind: str) -> None:
     engine = {"max_num_batched_tokens": 8}
     with kv_pair(kind, divided_bytes=0, prefill_slots=8, prefill=engine) as pair:
@@ -122,7 +122,7 @@ def test_the_last_chunk_leaves_by_layer_group(kind: str) -> None:
         assert packed(pair) == [(2, [0, 1]), (2, [0, 1]), (1, [0]), (1, [1])]
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_group_of_more_blocks_than_fit_a_slot_fills_whole_slots(kind: str) -> None:
     with kv_pair(kind, divided_bytes=0, prefill_slots=8, prefill=LARGE) as pair:
         pair.ask(PROMPT)
@@ -150,7 +150,7 @@ def test_blocks_of_a_step_of_which_only_the_end_is_known_leave_whole() -> None:
 # Staging slots and credits
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize(("ours", "theirs"), [(1, 2), (1, 8), (8, 2)])
 @pytest.mark.parametrize("divided_bytes", [0, DIVIDED_BYTES], ids=["divided", "whole"])
 def test_a_long_prompt_crosses_few_slots(
@@ -162,7 +162,7 @@ def test_a_long_prompt_crosses_few_slots(
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_segments_fit_the_smaller_slots_of_both_sides(kind: str) -> None:
     with kv_pair(kind, blocks_per_slot=4, linked=False) as pair:
         pair.decode.staging.slot_bytes = packed_bytes(LAYOUT, 2) + 7
@@ -172,7 +172,7 @@ def test_segments_fit_the_smaller_slots_of_both_sides(kind: str) -> None:
         assert [count for count, _ in packed(pair)] == [2, 2, 1]
 
 
-@CARRIERS
+@TRANSPORTS
 def test_more_jobs_than_slots_and_credits(kind: str) -> None:
     few = {"prefill_slots": 2, "decode_slots": 2, "blocks_per_slot": 1}
     with kv_pair(kind, **few, prefill=LARGE, decode={"num_blocks": 64}) as pair:
@@ -181,7 +181,7 @@ def test_more_jobs_than_slots_and_credits(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_job_that_has_no_slot_does_not_make_the_loop_poll(kind: str) -> None:
     with kv_pair(kind, prefill_slots=1, blocks_per_slot=1) as pair:
         pair.decode.device.has_moved = False
@@ -196,7 +196,7 @@ def test_a_job_that_has_no_slot_does_not_make_the_loop_poll(kind: str) -> None:
         pair.finish()
 
 
-@CARRIERS
+@TRANSPORTS
 def test_jobs_of_several_links_share_the_slots(kind: str) -> None:
     few = {"prefill_slots": 2, "decode_slots": 4, "blocks_per_slot": 1}
     large = {"prefill": LARGE, "decode": {"num_blocks": 64}}
@@ -207,7 +207,7 @@ def test_jobs_of_several_links_share_the_slots(kind: str) -> None:
         assert {link.prefill.name for r in requests for link in r.tried} == {"p0"}
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_receiver_that_does_not_answer_takes_nothing_from_others(kind: str) -> None:
     few = {"prefill_slots": 2, "decode_slots": 8, "blocks_per_slot": 1}
     large = {"prefill": LARGE, "decode": {"num_blocks": 64}}
@@ -223,8 +223,8 @@ def test_a_receiver_that_does_not_answer_takes_nothing_from_others(kind: str) ->
 
 def test_a_write_that_does_not_end_leaves_slots_to_other_links() -> None:
     with kv_pair("zmq", num_decodes=2, prefill_slots=3, decode_slots=8, blocks_per_slot=1) as pair:
-        carrier = pair.prefill.carrier
-        carrier.holds_writes = True
+        transport = pair.prefill.transport
+        transport.holds_writes = True
         stuck = pair.ask(PROMPT, pair.decodes[0])
         pair.until(lambda: pair.decodes[0].receiver.stats.outcomes["ok"])
         pair.until(lambda: not pair.prefill.sender.poll())
@@ -232,18 +232,18 @@ def test_a_write_that_does_not_end_leaves_slots_to_other_links() -> None:
         going = pair.ask(PROMPT, pair.decodes[1])
         pair.until(lambda: pair.decodes[1].receiver.stats.outcomes["ok"])
         assert not stuck.is_over and not going.is_over
-        carrier.holds_writes = False
+        transport.holds_writes = False
         pair.finish()
 
 
 def test_a_slot_that_is_free_again_is_noticed_at_once() -> None:
     with kv_pair("zmq", prefill_slots=1) as pair:
-        pair.prefill.carrier.holds_writes = True
+        pair.prefill.transport.holds_writes = True
         pair.ask(PROMPT)
         pair.until(lambda: pair.decode.receiver.stats.outcomes["ok"])
         pair.until(lambda: not pair.prefill.core.poll())
         assert pair.prefill.core.hooks_busy
-        pair.prefill.carrier.holds_writes = False
+        pair.prefill.transport.holds_writes = False
         assert pair.prefill.core.poll()
         pair.finish()
 
@@ -262,7 +262,7 @@ def start_alongside(pair: KvPair, num_tokens: int, num_steps: int) -> Sequence:
     return pair.start(request, request.job, pair.link)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 5}
     with kv_pair(kind, prefill=engine) as pair:
@@ -274,7 +274,7 @@ def test_a_preempted_job_sends_no_block_twice(kind: str) -> None:
         assert set(pair.decode.receiver.stats.outcomes) == {"ok"}
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("divided_bytes", [0, DIVIDED_BYTES], ids=["divided", "whole"])
 def test_blocks_that_are_lost_while_they_are_packed_arrive_as_they_were(
     kind: str, divided_bytes: int
@@ -310,7 +310,7 @@ class FailsToWithdraw:
         return False
 
 
-@CARRIERS
+@TRANSPORTS
 def test_lost_blocks_are_not_packed_after_a_plan_that_was_not_launched(kind: str) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 9, "caching": False}
     with kv_pair(kind, prefill=engine, prefill_slots=1, blocks_per_slot=1) as pair:
@@ -325,13 +325,13 @@ def test_lost_blocks_are_not_packed_after_a_plan_that_was_not_launched(kind: str
         assert all(after > last_plan for _, _, after in device.moved[hook.num_packed :])
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_credit_is_in_use_until_the_payload_of_an_ended_job_has_come(kind: str) -> None:
     with kv_pair(kind) as pair:
         pair.prefill.device.has_moved = False
         request = pair.ask(PROMPT)
         pair.until(lambda: packed(pair))
-        pair.decode.carrier.holds_payloads = True
+        pair.decode.transport.holds_payloads = True
         credits = pair.link.sent.credits
         pair.abort(request)
         pair.until(lambda: not pair.prefill.sender.num_jobs)
@@ -339,23 +339,23 @@ def test_a_credit_is_in_use_until_the_payload_of_an_ended_job_has_come(kind: str
         for _ in range(10):
             pair.step()
         assert credits.in_use
-        pair.decode.carrier.holds_payloads = False
+        pair.decode.transport.holds_payloads = False
         pair.until(lambda: not credits.in_use)
         assert set(pair.decode.receiver.stats.outcomes) == {"dropped"}
 
 
-@CARRIERS
-def test_a_carrier_that_cannot_be_opened_by_the_receiver_is_known(kind: str) -> None:
+@TRANSPORTS
+def test_a_transport_that_cannot_be_opened_by_the_receiver_is_known(kind: str) -> None:
     with kv_pair(kind, linked=False) as pair:
-        pair.decode.carrier.fails = "inbound"
+        pair.decode.transport.fails = "inbound"
         pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.decode.lost)
         ((link, reason),) = pair.decode.lost
         assert isinstance(link, ReceiverLink)
-        assert (link.carrier, reason) == (kind, "the wire is cut")
+        assert (link.transport, reason) == (kind, "the wire is cut")
 
 
-@CARRIERS
+@TRANSPORTS
 @pytest.mark.parametrize("replays", [False, True], ids=["launched", "replayed"])
 @pytest.mark.parametrize("num_sent", [1, 2, 3])
 def test_a_job_preempted_between_its_groups_sends_the_rest(

@@ -118,7 +118,7 @@ def test_credits_of_a_sender_that_is_gone_are_granted_before_they_are_reclaimed(
             links = []
             for prefill in pair.prefills:
                 links.append(pair.connect(prefill, pair.decode))
-                pair.until(lambda: links[-1].received.carrier)
+                pair.until(lambda: links[-1].received.transport)
             # Eight of its twelve credits are reclaimed. These three come back, highest first, and
             # the first of the others gets them.
             test = segment_with(job=TEST_JOB)

@@ -12,7 +12,7 @@ from pagewire.shared.engine import thread as thread_module
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.kv_router import prompt_of, router_of
 from pagewire.tests.support.kv_services import decode_worker, prefill_worker
-from pagewire.tests.support.kv_sides import CARRIERS
+from pagewire.tests.support.kv_sides import TRANSPORTS
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -23,13 +23,13 @@ def sleepy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(thread_module, "IDLE_WAIT_S", 60.0)
 
 
-@CARRIERS
+@TRANSPORTS
 def test_messages_wake_the_engines_and_nothing_else_has_to(kind: str) -> None:
     async def scenario() -> None:
         threads = {*threading.enumerate()}
         async with (
-            prefill_worker(carriers=(kind,)) as p,
-            decode_worker(carriers=(kind,)) as d,
+            prefill_worker(transports=(kind,)) as p,
+            decode_worker(transports=(kind,)) as d,
             router_of(d) as router,
         ):
             await d.link_to(p)
@@ -44,12 +44,12 @@ def test_messages_wake_the_engines_and_nothing_else_has_to(kind: str) -> None:
     run_async(scenario())
 
 
-@CARRIERS
+@TRANSPORTS
 def test_an_idle_pair_sleeps(kind: str) -> None:
     async def scenario() -> None:
         async with (
-            prefill_worker(carriers=(kind,)) as p,
-            decode_worker(carriers=(kind,)) as d,
+            prefill_worker(transports=(kind,)) as p,
+            decode_worker(transports=(kind,)) as d,
         ):
             await d.link_to(p)
             await eventually(lambda: not (p.core.hooks_busy or d.core.hooks_busy))

@@ -9,11 +9,11 @@ import pytest
 import zmq
 
 from pagewire.shared.engine.scheduling.status import RequestStatus
-from pagewire.shared.transfer.carriers.base import Inbound, Pending
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
 from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.transports.base import Inbound, Pending
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import CARRIERS
+from pagewire.tests.support.kv_sides import TRANSPORTS
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -38,13 +38,13 @@ def with_running_request(kind: str) -> Iterator[tuple[KvPair, Callable[[], bool]
         pair.decode.core.sequences.abort("running")
 
 
-@CARRIERS
+@TRANSPORTS
 def test_a_payload_that_cannot_be_received_ends_its_link_alone(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with with_running_request(kind) as (pair, still_runs):
-        carrier = pair.decode.carrier
-        carrier.inbound = lambda _link, _reply: Broken()
+        transport = pair.decode.transport
+        transport.inbound = lambda _link, _reply: Broken()
         pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.decode.lost)
         assert "unspecified launch failure" in caplog.text
@@ -52,18 +52,20 @@ def test_a_payload_that_cannot_be_received_ends_its_link_alone(
         assert still_runs() and pair.decode.receiver.links == []
 
 
-@CARRIERS
-def test_a_carrier_that_cannot_be_opened_ends_its_link_alone(kind: str) -> None:
+@TRANSPORTS
+def test_a_transport_that_cannot_be_opened_ends_its_link_alone(kind: str) -> None:
     with with_running_request(kind) as (pair, still_runs):
-        pair.decode.carrier.inbound = fail
+        pair.decode.transport.inbound = fail
         pair.connect(pair.prefill, pair.decode)
         pair.until(lambda: pair.decode.lost)
         assert still_runs() and pair.decode.receiver.links == []
 
 
-def test_a_carrier_that_cannot_make_an_offer_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_transport_that_cannot_make_an_offer_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with kv_pair(("loopback", "zmq"), linked=False) as pair:
-        pair.decode.carriers["loopback"].offer = fail
+        pair.decode.transports["loopback"].offer = fail
         link = pair.decode.receiver.offer("prefill-0", 1)
         assert list(link.offers) == ["zmq"]
         assert "loopback cannot be offered to prefill-0" in caplog.text

@@ -10,7 +10,7 @@ import pytest
 
 from pagewire.tests.support.kv_layouts import kv_layout
 from pagewire.tests.support.kv_pair import KvPair, kv_pair
-from pagewire.tests.support.kv_sides import BLOCK_SIZE, CARRIERS
+from pagewire.tests.support.kv_sides import BLOCK_SIZE, TRANSPORTS
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -28,7 +28,7 @@ def num_packed(pair: KvPair, prefill: int = 0) -> int:
     return sum(len(blocks) for blocks, _, _ in pair.prefills[prefill].device.moved)
 
 
-@CARRIERS
+@TRANSPORTS
 @WINDOWS
 @pytest.mark.parametrize("engine", [ROOM, CHUNKS], ids=["few-chunks", "chunks"])
 def test_what_later_tokens_read_crosses(
@@ -43,7 +43,7 @@ def test_what_later_tokens_read_crosses(
         assert pair.decode.receiver.stats.outcomes.keys() == {"ok"}
 
 
-@CARRIERS
+@TRANSPORTS
 @WINDOWS
 @pytest.mark.parametrize("cached", [(0,), (1,), (0, 1)], ids=["prefill", "decode", "both"])
 def test_a_prompt_goes_on_after_what_is_cached(
@@ -62,17 +62,17 @@ def test_a_prompt_goes_on_after_what_is_cached(
         assert 0 < num_packed(pair) - before <= layout.held_blocks(len(PROMPT))
 
 
-@CARRIERS
+@TRANSPORTS
 @WINDOWS
 def test_corrupt_segments_are_sent_again(kind: str, windows: tuple[int | None, ...]) -> None:
     with kv_pair(kind, windows=windows, prefill=ROOM, decode=ROOM) as pair:
-        pair.prefill.carrier.num_corrupt = 2
+        pair.prefill.transport.num_corrupt = 2
         pair.ask(PROMPT, max_tokens=20)
         pair.finish()
         assert pair.decode.receiver.stats.outcomes["corrupt"] == 2
 
 
-@CARRIERS
+@TRANSPORTS
 @WINDOWS
 def test_a_lost_prefill_workers_prompt_comes_from_another(
     kind: str, windows: tuple[int | None, ...]
@@ -88,7 +88,7 @@ def test_a_lost_prefill_workers_prompt_comes_from_another(
         assert num_packed(pair, 1) > 0
 
 
-@CARRIERS
+@TRANSPORTS
 @WINDOWS
 def test_sequences_are_preempted(kind: str, windows: tuple[int | None, ...]) -> None:
     """Pools for two of the sequences, of which four run at once."""

@@ -274,7 +274,7 @@ def test_a_link_that_is_asked_for_while_a_worker_ends_is_not_opened(
                 link=1,
                 token=bytes(16),
                 endpoint="tcp://127.0.0.1:9",
-                carriers={"zmq": b""},
+                transports={"zmq": b""},
                 slot_bytes=1 << 20,
             )
             asked.append(lambda: runtime.gate.on_message("decode-0.1", hello))

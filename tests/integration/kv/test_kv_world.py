@@ -45,7 +45,7 @@ class World:
         kind, n, m = event
         pair = self.pair
         side = pair.sides[n % 4]
-        carrier = side.carrier
+        transport = side.transport
         match kind:
             case "step":
                 for _ in range(m % 3 + 1):
@@ -58,17 +58,17 @@ class World:
             case "hold moves":
                 side.device.has_moved = False
             case "hold writes":
-                carrier.holds_writes = True
+                transport.holds_writes = True
             case "hold payloads":
-                carrier.holds_payloads = True
+                transport.holds_payloads = True
             case "hold staging slots":
-                carrier.holds_slots = True
+                transport.holds_slots = True
             case "let go":
                 pair.let_go()
             case "corrupt":
-                carrier.num_corrupt = m % 4
+                transport.num_corrupt = m % 4
             case "fail":
-                carrier.fails = FAILURES[m % len(FAILURES)]
+                transport.fails = FAILURES[m % len(FAILURES)]
             case "lose" if pair.links:
                 pair.end(pair.links[n % len(pair.links)])
             case "lose silently" if pair.links:
@@ -106,14 +106,14 @@ class World:
     def end(self) -> None:
         """Let nothing go wrong any more."""
         for side in self.pair.sides:
-            side.carrier.fails = ""
+            side.transport.fails = ""
         self.pair.let_go()
         self.report()
         self.pair.finish()
         for side in self.pair.sides:
             links = [link for link in self.pair.links if side in (link.prefill, link.decode)]
             # A link that is being opened is known to its sender first.
-            self.pair.until(lambda: side.carrier.num_open == len(links))  # noqa: B023 - called now
+            self.pair.until(lambda: side.transport.num_open == len(links))  # noqa: B023 - called now
 
 
 WORLDS = given(

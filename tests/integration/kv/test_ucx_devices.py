@@ -12,9 +12,9 @@ import torch
 
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.transfer.carriers.base import Carrier
-from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
 from pagewire.shared.transfer.staging import make_staging
+from pagewire.shared.transfer.transports.base import Transport
+from pagewire.shared.transfer.transports.ucx_settings import ucx_settings
 from pagewire.shared.worker import kv
 from pagewire.tests.support.local_cluster import listening_sockets
 
@@ -33,17 +33,17 @@ def listening_addresses() -> set[str]:
     return {address for address, _ in listening_sockets([os.getpid()])}
 
 
-def open_ucx(host: str, name: str = "ucx") -> Carrier:
-    return kv.open_carrier(name, make_staging(1, 1000, CPU), cast("BlockMoves", None), host)
+def open_ucx(host: str, name: str = "ucx") -> Transport:
+    return kv.open_transport(name, make_staging(1, 1000, CPU), cast("BlockMoves", None), host)
 
 
 def test_ucx_listens_on_the_device_of_its_host_alone() -> None:
     before = listening_addresses()
-    carrier = open_ucx("127.0.0.1")
-    carrier.offer(1)
+    transport = open_ucx("127.0.0.1")
+    transport.offer(1)
     opened = listening_addresses() - before
-    carrier.withdraw(1)
-    carrier.close()
+    transport.withdraw(1)
+    transport.close()
     assert opened <= {"127.0.0.1"}
 
 
@@ -77,19 +77,19 @@ def settings_of(transport: str, network: str = "untrusted") -> WorkerSettings:
     )
 
 
-def test_carriers_by_device_and_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_by_device_and_network(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
-    assert kv.carriers_to_open(settings_of("auto"), CPU) == ("zmq",)
-    assert kv.carriers_to_open(settings_of("auto", "private"), CPU) == ("zmq",)
-    assert kv.carriers_to_open(settings_of("auto"), gpu) == ("ipc", "zmq")
-    assert kv.carriers_to_open(settings_of("auto", "private"), gpu) == ("ipc", "ucx", "zmq")
-    assert kv.carriers_to_open(settings_of("ucx"), CPU) == ("ucx",)
-    assert kv.carriers_to_open(settings_of("zmq", "private"), gpu) == ("zmq",)
+    assert kv.transports_to_open(settings_of("auto"), CPU) == ("zmq",)
+    assert kv.transports_to_open(settings_of("auto", "private"), CPU) == ("zmq",)
+    assert kv.transports_to_open(settings_of("auto"), gpu) == ("ipc", "zmq")
+    assert kv.transports_to_open(settings_of("auto", "private"), gpu) == ("ipc", "ucx", "zmq")
+    assert kv.transports_to_open(settings_of("ucx"), CPU) == ("ucx",)
+    assert kv.transports_to_open(settings_of("zmq", "private"), gpu) == ("zmq",)
     monkeypatch.setattr(kv, "find_spec", lambda name: None)
-    assert kv.carriers_to_open(settings_of("auto", "private"), gpu) == ("ipc", "zmq")
+    assert kv.transports_to_open(settings_of("auto", "private"), gpu) == ("ipc", "zmq")
 
 
-def test_carriers_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_that_are_not_to_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="KV transport 'nixl' is unknown"):
         open_ucx("127.0.0.1", "nixl")
     with pytest.raises(ConfigError, match="needs staging on a GPU: choose 'zmq' or 'ucx'"):
@@ -113,7 +113,7 @@ def test_transports_and_devices_in_the_environment_stay(
     host = "203.0.113.1" if variable else "127.0.0.1"
     code = (
         "import sys\n"
-        "from pagewire.shared.transfer.carriers.ucx_settings import listens_on, ucx_settings\n"
+        "from pagewire.shared.transfer.transports.ucx_settings import listens_on, ucx_settings\n"
         f"settings = ucx_settings({host!r}, cuda=True)\n"
         "print(settings.get('TLS'), settings.get('NET_DEVICES'), listens_on(settings))\n"
         "print('ucxx' in sys.modules)"

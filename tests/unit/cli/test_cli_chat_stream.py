@@ -200,7 +200,7 @@ LOCAL = {
 }
 CROSSED = {
     "prefill": {"worker": "prefill-0", "ms": 8.04},
-    "transfer": {"bytes": 98_304, "carrier": "zmq"},
+    "transfer": {"bytes": 98_304, "transport": "zmq"},
     "decode": {"worker": "decode-0", "mean_step_ms": 2.06},
 }
 

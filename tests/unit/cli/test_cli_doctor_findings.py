@@ -24,7 +24,7 @@ from pagewire.services.cli.doctor.checks import (
 from pagewire.services.cli.doctor.command import CUT_AT
 from pagewire.services.cli.doctor.memory import _CGROUP_FILES, _of_cgroup, _of_machine
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.worker.kv import carriers_to_open
+from pagewire.shared.worker.kv import transports_to_open
 
 GPU = {"name": "H100", "bytes": 80 * GIB}
 
@@ -145,7 +145,7 @@ def test_what_workers_do_not_open(chosen: dict[str, str], ipc: str | None, ucx: 
     for name, expected in (("ipc", ipc), ("ucx", ucx)):
         found = why[name]
         assert found is None if expected is None else expected in (found or ""), name
-    opened = carriers_to_open(settings, torch.device(chosen.get("device", "cuda")))
+    opened = transports_to_open(settings, torch.device(chosen.get("device", "cuda")))
     for name, reason in why.items():
         assert reason is None or name not in opened, "doctor and the workers agree"
 

@@ -199,7 +199,7 @@ def test_frames_over_the_limit_are_neither_made_nor_read() -> None:
         decode(VERSION + bytes(MAX_FRAME_BYTES))
 
 
-def test_a_hello_names_a_bounded_number_of_carriers() -> None:
+def test_a_hello_names_a_bounded_number_of_transports() -> None:
     hello = {
         "type": "KvHello",
         "worker_id": "w",
@@ -210,9 +210,9 @@ def test_a_hello_names_a_bounded_number_of_carriers() -> None:
         "link": 1,
         "token": bytes(16),
         "endpoint": "tcp://127.0.0.1:1",
-        "carriers": {f"carrier-{n}": b"" for n in range(9)},
+        "transports": {f"transport-{n}": b"" for n in range(9)},
     }
-    with pytest.raises(ProtocolError, match="carriers"):
+    with pytest.raises(ProtocolError, match="transports"):
         decode(VERSION + PACK(hello))
 
 

@@ -31,7 +31,7 @@ REMOTE = Timings(
     arriving_s=0.02,
     kv_bytes=4096,
     segments=2,
-    carrier="ipc",
+    transport="ipc",
 )
 
 
@@ -63,7 +63,7 @@ def test_a_prefill_by_another_worker():
             "after_first_token_ms": 4.0,
             "bytes": 4096,
             "segments": 2,
-            "carrier": "ipc",
+            "transport": "ipc",
         },
         "decode": {
             "worker": "d",

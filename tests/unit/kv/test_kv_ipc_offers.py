@@ -13,11 +13,11 @@ import torch
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.kv.device_memory import HANDLE_BYTES, allocate
-from pagewire.shared.transfer.carriers.ipc import IpcCarrier, IpcOffer, IpcReply
 from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
 from pagewire.shared.transfer.peer_process import Process, this_process
 from pagewire.shared.transfer.staging import make_staging
-from pagewire.tests.support.ipc_peer import Announced, make_carrier
+from pagewire.shared.transfer.transports.ipc import IpcOffer, IpcReply, IpcTransport
+from pagewire.tests.support.ipc_peer import Announced, make_transport
 
 SLOT_BYTES = 1000
 HERE = this_process()
@@ -38,9 +38,9 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def carrier(clock: Clock) -> Iterator[IpcCarrier]:
+def transport(clock: Clock) -> Iterator[IpcTransport]:
     memory = make_staging(4, SLOT_BYTES, torch.device("cpu")).memory
-    opened = make_carrier(memory, SLOT_BYTES, quarantine_s=10.0, clock=clock)
+    opened = make_transport(memory, SLOT_BYTES, quarantine_s=10.0, clock=clock)
     yield opened
     opened.close()
 
@@ -67,9 +67,9 @@ def make_reply(sender: Process) -> bytes:
     return msgspec.msgpack.encode(IpcReply(sender, events=[]))
 
 
-def refusal(carrier: IpcCarrier, offer: bytes) -> str:
+def refusal(transport: IpcTransport, offer: bytes) -> str:
     with pytest.raises(TransferError) as raised:
-        carrier.outbound(1, offer, Announced())
+        transport.outbound(1, offer, Announced())
     return str(raised.value)
 
 
@@ -78,19 +78,19 @@ def test_staging_on_a_cpu_is_plain_memory() -> None:
     assert (memory.shape, memory.dtype, memory.device.type) == ((2, 512), torch.uint8, "cpu")
 
 
-def test_staging_on_a_cpu_is_not_offered(carrier: IpcCarrier) -> None:
+def test_staging_on_a_cpu_is_not_offered(transport: IpcTransport) -> None:
     with pytest.raises(TransferError, match="not GPU memory"):
-        carrier.offer(1)
+        transport.offer(1)
 
 
-def test_another_host_is_refused(carrier: IpcCarrier) -> None:
+def test_another_host_is_refused(transport: IpcTransport) -> None:
     elsewhere = msgspec.structs.replace(OTHER, boot="another", ipc_namespace=1)
-    assert refusal(carrier, make_offer(elsewhere)) == "the receiver is on another host"
+    assert refusal(transport, make_offer(elsewhere)) == "the receiver is on another host"
 
 
-def test_another_ipc_namespace_is_refused_with_what_to_do(carrier: IpcCarrier) -> None:
+def test_another_ipc_namespace_is_refused_with_what_to_do(transport: IpcTransport) -> None:
     apart = msgspec.structs.replace(OTHER, ipc_namespace=HERE.ipc_namespace + 1)
-    reason = refusal(carrier, make_offer(apart))
+    reason = refusal(transport, make_offer(apart))
     assert "IPC namespace" in reason
     assert "`ipc: host`" in reason
 
@@ -113,8 +113,8 @@ def test_another_ipc_namespace_is_refused_with_what_to_do(carrier: IpcCarrier) -
         make_offer(msgspec.structs.replace(OTHER, boot="x" * 65)),
     ],
 )
-def test_malformed_offers_are_refused(carrier: IpcCarrier, offer: bytes) -> None:
-    assert "malformed" in refusal(carrier, offer)
+def test_malformed_offers_are_refused(transport: IpcTransport, offer: bytes) -> None:
+    assert "malformed" in refusal(transport, offer)
 
 
 def test_an_offer_is_decoded_as_it_was_encoded() -> None:
@@ -135,22 +135,22 @@ def test_an_offer_is_decoded_as_it_was_encoded() -> None:
         ),
     ],
 )
-def test_malformed_replies_are_refused(carrier: IpcCarrier, reply: bytes) -> None:
+def test_malformed_replies_are_refused(transport: IpcTransport, reply: bytes) -> None:
     with pytest.raises(TransferError, match="malformed"):
-        carrier.inbound(1, reply)
+        transport.inbound(1, reply)
 
 
-def test_a_credit_for_which_the_sender_has_no_event_is_refused(carrier: IpcCarrier) -> None:
+def test_a_credit_for_which_the_sender_has_no_event_is_refused(transport: IpcTransport) -> None:
     segment = Segment(0, 1, "test", 0, 0, 0, 0, 0, nbytes=1)
     with pytest.raises(TransferError, match="no event for credit 0"):
-        carrier.inbound(1, make_reply(HERE)).receive(segment, None)
+        transport.inbound(1, make_reply(HERE)).receive(segment, None)
 
 
 def test_slots_are_free_when_the_senders_process_has_gone(
-    carrier: IpcCarrier, child: subprocess.Popen[bytes]
+    transport: IpcTransport, child: subprocess.Popen[bytes]
 ) -> None:
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    quarantine = carrier.inbound(1, make_reply(sender)).close()
+    quarantine = transport.inbound(1, make_reply(sender)).close()
     assert not quarantine.poll()
     child.kill()
     deadline = time.monotonic() + 10
@@ -162,19 +162,19 @@ def test_slots_are_free_when_the_senders_process_has_gone(
 
 
 def test_slots_are_free_if_the_senders_process_had_gone_before(
-    carrier: IpcCarrier, child: subprocess.Popen[bytes]
+    transport: IpcTransport, child: subprocess.Popen[bytes]
 ) -> None:
     child.kill()
     child.wait(10)
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    assert carrier.inbound(1, make_reply(sender)).close().poll()
+    assert transport.inbound(1, make_reply(sender)).close().poll()
 
 
 def test_slots_are_free_after_a_time_if_the_sender_lives_on(
-    carrier: IpcCarrier, clock: Clock, child: subprocess.Popen[bytes]
+    transport: IpcTransport, clock: Clock, child: subprocess.Popen[bytes]
 ) -> None:
     sender = msgspec.structs.replace(HERE, pid=child.pid)
-    inbound = carrier.inbound(1, make_reply(sender))
+    inbound = transport.inbound(1, make_reply(sender))
     clock.now += 60  # the link's life does not count
     quarantine = inbound.close()
     clock.now += 9.9
@@ -184,11 +184,11 @@ def test_slots_are_free_after_a_time_if_the_sender_lives_on(
 
 
 def test_a_sender_of_another_pid_namespace_is_given_the_time(
-    carrier: IpcCarrier, clock: Clock, child: subprocess.Popen[bytes]
+    transport: IpcTransport, clock: Clock, child: subprocess.Popen[bytes]
 ) -> None:
     """Its process id may be anybody's here: that process's end means nothing."""
     apart = msgspec.structs.replace(HERE, pid=child.pid, pid_namespace=HERE.pid_namespace + 1)
-    quarantine = carrier.inbound(1, make_reply(apart)).close()
+    quarantine = transport.inbound(1, make_reply(apart)).close()
     child.kill()
     child.wait(10)
     assert not quarantine.poll()

@@ -47,7 +47,7 @@ reports, requests = [
 to_receiver = st.one_of(
     reports,
     st.builds(
-        Open, carrier=st.text(min_size=1, max_size=64), reply=st.binary(max_size=MAX_REPLY_BYTES)
+        Open, transport=st.text(min_size=1, max_size=64), reply=st.binary(max_size=MAX_REPLY_BYTES)
     ),
     st.builds(Return, credit_indices),
     st.builds(

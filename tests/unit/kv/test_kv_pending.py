@@ -1,11 +1,11 @@
-"""Operations of carriers that begin later."""
+"""Operations of transports that begin later."""
 
 from __future__ import annotations
 
 import pytest
 
 from pagewire.shared.base.errors import TransferError
-from pagewire.shared.transfer.carriers.base import DONE, Pending, Then
+from pagewire.shared.transfer.transports.base import DONE, Pending, Then
 
 
 @pytest.mark.parametrize("error", [RuntimeError, ValueError, TransferError])

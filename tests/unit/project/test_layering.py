@@ -44,7 +44,7 @@ PACKAGES = (
     "shared.engine",
     "shared.engine.offline",
     "shared.transfer",
-    "shared.transfer.carriers",
+    "shared.transfer.transports",
     "shared.transfer.endpoint",
     "shared.worker",
     "services.router.cluster",
@@ -90,7 +90,7 @@ MAY_TOUCH_THE_ENVIRONMENT = {
     "shared/settings/config.py": "the one reader of settings",
     "services/cli/up/processes.py": "children inherit it",
     "services/cli/up/machine.py": "CUDA_VISIBLE_DEVICES says which GPUs may be given to workers",
-    "shared/transfer/carriers/ucx_settings.py": "UCX is configured through it",
+    "shared/transfer/transports/ucx_settings.py": "UCX is configured through it",
 }
 
 

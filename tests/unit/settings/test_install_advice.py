@@ -120,7 +120,7 @@ def missing_ucx(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setitem(sys.modules, "ucxx", None)
     with pytest.raises(ConfigError) as caught:
         staging = make_staging(1, 1000, torch.device("cpu"))
-        kv.open_carrier("ucx", staging, cast("BlockMoves", None), "127.0.0.1")
+        kv.open_transport("ucx", staging, cast("BlockMoves", None), "127.0.0.1")
     return str(caught.value)
 
 

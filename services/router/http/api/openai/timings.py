@@ -55,7 +55,7 @@ class TransferPart(msgspec.Struct):
     after_first_token_ms: Milliseconds
     bytes: int
     segments: int
-    carrier: str | None
+    transport: str | None
 
 
 class DecodePart(msgspec.Struct, kw_only=True):
@@ -166,7 +166,7 @@ def _transfer(reported: Timings) -> TransferPart | None:
         after_first_token_ms=_ms(reported.transfer_s),
         bytes=reported.kv_bytes,
         segments=reported.segments,
-        carrier=reported.carrier,
+        transport=reported.transport,
     )
 
 

@@ -15,21 +15,21 @@ import zmq
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.transfer.carriers.base import (
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
     DONE,
-    Carrier,
     Inbound,
     LinkSocket,
     Outbound,
     Pending,
     Then,
+    Transport,
 )
-from pagewire.shared.transfer.messages import Segment
-from pagewire.shared.transfer.staging import Staging
 
 
-class ZmqCarrier(Carrier):
-    """The carrier that works if no other does.
+class ZmqTransport(Transport):
+    """The transport that works if no other does.
 
     Args:
         staging: this worker's staging slots.
@@ -58,7 +58,7 @@ class ZmqCarrier(Carrier):
         """Return a staging slot's memory on the host: itself, or page-locked memory.
 
         This is allocated at its first use, which takes tens of milliseconds: most workers with a
-        GPU never use this carrier.
+        GPU never use this transport.
 
         Raises:
             TransferError: the host has no memory left.
@@ -79,30 +79,30 @@ class ZmqCarrier(Carrier):
 
 
 class _ZmqOutbound(Outbound):
-    def __init__(self, carrier: ZmqCarrier, socket: LinkSocket) -> None:
-        self._carrier, self._socket = carrier, socket
+    def __init__(self, transport: ZmqTransport, socket: LinkSocket) -> None:
+        self._transport, self._socket = transport, socket
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         """Copy a payload from the GPU to the host; then send the announcement with it."""
-        source = self._carrier.staging.buffers[slot][: segment.nbytes]
-        target = self._carrier.host_buffer(slot)[: segment.nbytes]
+        source = self._transport.staging.buffers[slot][: segment.nbytes]
+        target = self._transport.host_buffer(slot)[: segment.nbytes]
         if source.is_cuda:
-            packed = self._carrier.moves.queue(lambda: target.copy_(source, non_blocking=True))
+            packed = self._transport.moves.queue(lambda: target.copy_(source, non_blocking=True))
         return Then(packed, partial(self._socket.post, segment, target.numpy().data))
 
 
 class _ZmqInbound(Inbound):
-    def __init__(self, carrier: ZmqCarrier) -> None:
-        self._carrier = carrier
+    def __init__(self, transport: ZmqTransport) -> None:
+        self._transport = transport
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Copy the payload into its staging slot."""
         if body is None or len(body) != segment.nbytes:
             size = 0 if body is None else len(body)
             raise TransferError(f"a payload of {size} bytes, announced as {segment.nbytes}")
-        host = self._carrier.host_buffer(segment.credit)[: segment.nbytes]
+        host = self._transport.host_buffer(segment.credit)[: segment.nbytes]
         host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
-        target = self._carrier.staging.buffers[segment.credit][: segment.nbytes]
+        target = self._transport.staging.buffers[segment.credit][: segment.nbytes]
         if target.is_cuda:
-            return self._carrier.moves.queue(lambda: target.copy_(host, non_blocking=True))
+            return self._transport.moves.queue(lambda: target.copy_(host, non_blocking=True))
         return DONE

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagewire.shared.base.errors import TransferError
-from pagewire.tests.support.ipc_peer import IpcPeer, make_carrier, remote_ipc_peer
+from pagewire.tests.support.ipc_peer import IpcPeer, make_transport, remote_ipc_peer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120)]
 
@@ -160,7 +160,7 @@ def test_the_memory_of_a_dead_receiver_is_refused_in_words() -> None:
 def test_memory_of_the_caching_allocator_is_not_offered() -> None:
     memory = torch.zeros(2, SLOT_BYTES, dtype=torch.uint8, device="cuda")
     with pytest.raises(TransferError, match="another process may map"):
-        make_carrier(memory, SLOT_BYTES).offer(1)
+        make_transport(memory, SLOT_BYTES).offer(1)
 
 
 @pytest.mark.parametrize("place", PLACES)

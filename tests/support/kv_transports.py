@@ -1,4 +1,4 @@
-"""Carriers of one process: one-sided, as CUDA IPC is, and one that fails when a test wants it."""
+"""Transports of one process: one-sided, as CUDA IPC is, and one that fails when a test wants it."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import zmq
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.transfer.carriers.base import (
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
     DONE,
-    Carrier,
     Inbound,
     LinkSocket,
     Outbound,
     Pending,
+    Transport,
 )
-from pagewire.shared.transfer.carriers.zmq import ZmqCarrier
-from pagewire.shared.transfer.messages import Segment
-from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.zmq import ZmqTransport
 
 _stagings: dict[bytes, Staging] = {}  # stagings to which senders may write, by name
 _copies: dict[tuple[int, int], Pending] = {}  # the newest by receiver's staging and credit
 
 
-class LoopbackCarrier(Carrier):
+class LoopbackTransport(Transport):
     """Copies between stagings of this process: after the packing, straight into the receiver's.
 
     Args:
@@ -108,8 +108,8 @@ class Failed:
 
 
 @dataclass
-class FaultyCarrier:
-    """Wraps a carrier; a test decides what goes wrong.
+class FaultyTransport:
+    """Wraps a transport; a test decides what goes wrong.
 
     Attributes:
         num_corrupt: number of next payloads in which a bit is flipped.
@@ -123,7 +123,7 @@ class FaultyCarrier:
         num_sent: number of segments that were to be sent.
     """
 
-    inner: Carrier
+    inner: Transport
     staging: Staging
     moves: BlockMoves
     num_corrupt: int = 0
@@ -172,7 +172,7 @@ class FaultyCarrier:
 
 @dataclass
 class FaultyOutbound:
-    carrier: FaultyCarrier
+    transport: FaultyTransport
     inner: Outbound
 
     @property
@@ -180,51 +180,51 @@ class FaultyOutbound:
         return self.inner.reply
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
-        carrier = self.carrier
-        carrier.num_sent += 1
-        carrier.fail_at("send")
-        if carrier.loses:
+        transport = self.transport
+        transport.num_sent += 1
+        transport.fail_at("send")
+        if transport.loses:
             return DONE
-        if carrier.num_corrupt:
-            carrier.num_corrupt -= 1
-            byte = carrier.staging.buffers[slot][segment.nbytes - 1 :][:1]
-            packed = carrier.moves.queue(lambda: byte.bitwise_xor_(4))
+        if transport.num_corrupt:
+            transport.num_corrupt -= 1
+            byte = transport.staging.buffers[slot][segment.nbytes - 1 :][:1]
+            packed = transport.moves.queue(lambda: byte.bitwise_xor_(4))
         sent = self.inner.send(segment, slot, packed)
-        if carrier.fails == "sent":
-            carrier.fails = ""
+        if transport.fails == "sent":
+            transport.fails = ""
             return Failed()
-        return HeldBack(sent, lambda: carrier.holds_writes)
+        return HeldBack(sent, lambda: transport.holds_writes)
 
     def close(self) -> None:
-        self.carrier.num_open -= 1
+        self.transport.num_open -= 1
         self.inner.close()
 
 
 @dataclass
 class FaultyInbound:
-    carrier: FaultyCarrier
+    transport: FaultyTransport
     inner: Inbound
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         received = self.inner.receive(segment, body)
-        if self.carrier.fails == "receive":
-            self.carrier.fails = ""
+        if self.transport.fails == "receive":
+            self.transport.fails = ""
             return Failed()
-        return HeldBack(received, lambda: self.carrier.holds_payloads)
+        return HeldBack(received, lambda: self.transport.holds_payloads)
 
     def close(self) -> Pending:
-        self.carrier.num_open -= 1
-        return HeldBack(self.inner.close(), lambda: self.carrier.holds_slots)
+        self.transport.num_open -= 1
+        return HeldBack(self.inner.close(), lambda: self.transport.holds_slots)
 
 
-BY_NAME: dict[str, Callable[[Staging, BlockMoves], Carrier]] = {
-    "loopback": LoopbackCarrier,
-    "zmq": ZmqCarrier,
+BY_NAME: dict[str, Callable[[Staging, BlockMoves], Transport]] = {
+    "loopback": LoopbackTransport,
+    "zmq": ZmqTransport,
 }
 
 
-def open_carriers(
+def open_transports(
     names: tuple[str, ...], staging: Staging, moves: BlockMoves
-) -> dict[str, FaultyCarrier]:
-    """Return carriers by name, which work until a test lets them fail."""
-    return {name: FaultyCarrier(BY_NAME[name](staging, moves), staging, moves) for name in names}
+) -> dict[str, FaultyTransport]:
+    """Return transports by name, which work until a test lets them fail."""
+    return {name: FaultyTransport(BY_NAME[name](staging, moves), staging, moves) for name in names}

@@ -23,17 +23,17 @@ from pagewire.shared.base.errors import UNDECODABLE, TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.kv import device_memory
 from pagewire.shared.kv.device_memory import HANDLE_BYTES
-from pagewire.shared.transfer.carriers.base import (
-    Carrier,
+from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
+from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
+from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
     Inbound,
     LinkSocket,
     Outbound,
     Pending,
+    Transport,
     poll_settled,
 )
-from pagewire.shared.transfer.messages import MAX_CREDITS, Segment
-from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
-from pagewire.shared.transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class IpcReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(slots=True, eq=False)
-class IpcCarrier(Carrier):
+class IpcTransport(Transport):
     """Copies payloads from this worker's staging into other workers' staging on this host.
 
     Attributes:
@@ -163,7 +163,7 @@ class _IpcOutbound(Outbound):
 
     Attributes:
         address: of the receiver's staging.
-        spare_ends: the carrier's events that no link uses.
+        spare_ends: the transport's events that no link uses.
         reply: the process that writes, and its events.
     """
 

@@ -1,4 +1,4 @@
-"""The UCX carrier between two processes over TCP: payloads, and links that end in the middle."""
+"""The UCX transport between two processes over TCP: payloads, and links that end in the middle."""
 
 import select
 import signal
@@ -10,11 +10,11 @@ import torch
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.ucx import UcxCarrier
-from pagewire.shared.transfer.carriers.ucx_settings import ucx_settings
-from pagewire.shared.transfer.carriers.ucx_worker import MAX_ABANDONED
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.staging import Staging, make_staging
+from pagewire.shared.transfer.transports.ucx import UcxTransport
+from pagewire.shared.transfer.transports.ucx_settings import ucx_settings
+from pagewire.shared.transfer.transports.ucx_worker import MAX_ABANDONED
 from pagewire.tests.support.ucx_half import MIB, Half, Silent, connect, cross, two_halves
 
 LARGE = 64 * MIB
@@ -187,21 +187,21 @@ class LatePacking(PendingMove):
         return self.has_ended
 
 
-def carrier_here() -> tuple[UcxCarrier, Staging]:
+def transport_here() -> tuple[UcxTransport, Staging]:
     staging = make_staging(3, MIB, torch.device("cpu"))
-    return UcxCarrier(staging, ucx_settings("127.0.0.1", cuda=False)), staging
+    return UcxTransport(staging, ucx_settings("127.0.0.1", cuda=False)), staging
 
 
-def poll_until(condition: Callable[[], bool], *carriers: UcxCarrier) -> None:
+def poll_until(condition: Callable[[], bool], *transports: UcxTransport) -> None:
     deadline = time.monotonic() + 10
     while not condition():
         assert time.monotonic() < deadline
-        for carrier in carriers:
-            carrier.poll()
+        for transport in transports:
+            transport.poll()
 
 
-def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
-    (sender, source), (receiver, target) = carrier_here(), carrier_here()
+def test_idle_transport_sleeps_and_its_descriptor_wakes_it() -> None:
+    (sender, source), (receiver, target) = transport_here(), transport_here()
     outbound = sender.outbound(1, receiver.offer(1), Silent())
     inbound = receiver.inbound(1, outbound.reply)
     segment = Segment(1, 1, "job", 0, 1, 0, 1, 0, MIB)
@@ -222,14 +222,14 @@ def test_idle_carrier_sleeps_and_its_descriptor_wakes_it() -> None:
 
     outbound.close()
     assert inbound.close().poll()
-    for carrier in (sender, receiver):
-        carrier.close()
-        assert carrier.library.num_abandoned == 0
+    for transport in (sender, receiver):
+        transport.close()
+        assert transport.library.num_abandoned == 0
 
 
 @pytest.mark.parametrize("sends", [False, True])
 def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool) -> None:
-    (sender, _), (receiver, _) = carrier_here(), carrier_here()
+    (sender, _), (receiver, _) = transport_here(), transport_here()
     outbound = sender.outbound(1, receiver.offer(1), Silent())
     inbound = receiver.inbound(1, outbound.reply)
     segments = [Segment(credit, 1, "job", 0, 1, 0, 1, 0, MIB) for credit in range(2)]
@@ -257,19 +257,19 @@ def test_a_link_may_end_while_payloads_are_announced_and_not_packed(sends: bool)
     poll_until(lambda: sending.poll() and arriving.poll(), sender, receiver)
     outbound.close()
     assert inbound.close().poll()
-    for carrier in (sender, receiver):
-        carrier.close()
-        assert carrier.library.num_abandoned == 0
+    for transport in (sender, receiver):
+        transport.close()
+        assert transport.library.num_abandoned == 0
 
 
 def test_offer_that_is_withdrawn_costs_no_worker() -> None:
-    carrier, _ = carrier_here()
-    before = carrier.offer(1)
+    transport, _ = transport_here()
+    before = transport.offer(1)
     assert 0 < len(before) <= 64 << 10
-    carrier.withdraw(1)
-    carrier.withdraw(1)
+    transport.withdraw(1)
+    transport.withdraw(1)
     with pytest.raises(TransferError):
-        carrier.outbound(1, b"", Silent())
-    carrier.close()
-    assert carrier.library.num_abandoned == 0
-    assert not carrier.should_restart
+        transport.outbound(1, b"", Silent())
+    transport.close()
+    assert transport.library.num_abandoned == 0
+    assert not transport.should_restart

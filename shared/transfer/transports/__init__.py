@@ -1,6 +1,6 @@
-"""Carriers: they send a segment's payload from one worker's staging slot to another's.
+"""Transports: they send a segment's payload from one worker's staging slot to another's.
 
-A carrier moves bytes between staging slots and does not know jobs or blocks.
+A transport moves bytes between staging slots and does not know jobs or blocks.
 Read first: `base.py` (the interface), `zmq.py` (the simplest; works everywhere). docs/extending.md
 says how to add one.
 

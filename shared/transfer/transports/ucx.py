@@ -22,25 +22,25 @@ import zmq
 
 from pagewire.shared.base.errors import TransferError
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import (
+from pagewire.shared.transfer.messages import Segment
+from pagewire.shared.transfer.peer_process import Quarantine
+from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
     DONE,
-    Carrier,
     Inbound,
     LinkSocket,
     Outbound,
     Pending,
     Then,
+    Transport,
 )
-from pagewire.shared.transfer.carriers.ucx_settings import listens_on
-from pagewire.shared.transfer.carriers.ucx_worker import (
+from pagewire.shared.transfer.transports.ucx_settings import listens_on
+from pagewire.shared.transfer.transports.ucx_worker import (
     MAX_ABANDONED,
     UcxLibrary,
     UcxRequest,
     UcxWorker,
 )
-from pagewire.shared.transfer.messages import Segment
-from pagewire.shared.transfer.peer_process import Quarantine
-from pagewire.shared.transfer.staging import Staging
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ TICK_S = 0.2
 _LINK_BITS, _CREDIT_BITS, _USE_BITS = 24, 8, 32
 
 
-class UcxCarrier(Carrier):
+class UcxTransport(Transport):
     """Sends payloads over UCX, with one UCX worker for each link.
 
     Workers with a payload under way are progressed at each poll; the engine's thread polls often
@@ -185,9 +185,9 @@ class UcxCarrier(Carrier):
 
 class _UcxOutbound(Outbound):
     def __init__(
-        self, carrier: UcxCarrier, link: int, worker: UcxWorker, socket: LinkSocket
+        self, transport: UcxTransport, link: int, worker: UcxWorker, socket: LinkSocket
     ) -> None:
-        self._carrier, self._link, self._worker, self._socket = carrier, link, worker, socket
+        self._transport, self._link, self._worker, self._socket = transport, link, worker, socket
 
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         """Announce a payload at once, so that the receiver is ready for it; send it when packed."""
@@ -195,28 +195,28 @@ class _UcxOutbound(Outbound):
         return Then(packed, partial(self._begin, segment, slot))
 
     def _begin(self, segment: Segment, slot: int) -> Pending:
-        buffer = self._carrier.staging.buffers[slot]
+        buffer = self._transport.staging.buffers[slot]
         request = self._worker.send(buffer, segment.nbytes, _tag(self._link, segment))
-        return self._carrier.watch(request)
+        return self._transport.watch(request)
 
     def close(self) -> None:
         """Free the worker, or abandon it if a payload is under way."""
-        self._carrier.end(self._worker)
+        self._transport.end(self._worker)
 
 
 class _UcxInbound(Inbound):
-    def __init__(self, carrier: UcxCarrier, link: int, worker: UcxWorker) -> None:
-        self._carrier, self._link, self._worker = carrier, link, worker
+    def __init__(self, transport: UcxTransport, link: int, worker: UcxWorker) -> None:
+        self._transport, self._link, self._worker = transport, link, worker
 
     def receive(self, segment: Segment, body: zmq.Frame | None) -> Pending:
         """Begin to receive a payload into its staging slot."""
-        buffer = self._carrier.staging.buffers[segment.credit]
+        buffer = self._transport.staging.buffers[segment.credit]
         request = self._worker.receive(buffer, segment.nbytes, _tag(self._link, segment))
-        return self._carrier.watch(request)
+        return self._transport.watch(request)
 
     def close(self) -> Pending:
         """Free the worker, or abandon it if a payload is under way; may wait for `CLOSING_S`."""
-        return DONE if self._carrier.end(self._worker) else Quarantine(QUARANTINE_S).begin()
+        return DONE if self._transport.end(self._worker) else Quarantine(QUARANTINE_S).begin()
 
 
 def _tag(link: int, segment: Segment) -> int:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 
-from pagewire.shared.transfer.carriers.ucx_device import find_device
+from pagewire.shared.transfer.transports.ucx_device import find_device
 
 # Importing ucxx sets some, so this is what the user had set before.
 _SET_BY_USER = frozenset(name for name in os.environ if name.startswith("UCX_"))

@@ -1,9 +1,10 @@
-"""The interface that each carrier of KV payloads implements.
+"""The interface that each transport of KV payloads implements.
 
 All methods are called in the engine's thread and never wait, unless their docstring says otherwise.
-A one-sided carrier writes into the receiver's staging slot from the sender's device, by a copy that
-is queued right after the packing. A two-sided carrier sends once the payload has been packed. A
-segment may be announced before that. A carrier inherits the methods that it does not need.
+A one-sided transport writes into the receiver's staging slot from the sender's device, by a copy
+that is queued right after the packing. A two-sided transport sends once the payload has been
+packed. A segment may be announced before that. A transport inherits the methods that it does not
+need.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Outbound(Protocol):
             packed: the packing.
 
         Returns:
-            Ends when the sender's staging slot may be used again. The carrier may need its
+            Ends when the sender's staging slot may be used again. The transport may need its
             `poll` to go on.
 
         Raises:
@@ -134,7 +135,7 @@ class LinkSocket(Protocol):
         ...
 
 
-class Carrier(Protocol):
+class Transport(Protocol):
     """A means of sending payloads, open in this process.
 
     Attributes:
@@ -152,12 +153,12 @@ class Carrier(Protocol):
         """Return what a sender needs to know, in at most 64 KiB.
 
         Raises:
-            TransferError: this carrier cannot serve the link; says why.
+            TransferError: this transport cannot serve the link; says why.
         """
         ...
 
     def inbound(self, link: int, reply: bytes) -> Inbound:
-        """Return the receiver's half of a link whose sender has chosen this carrier.
+        """Return the receiver's half of a link whose sender has chosen this transport.
 
         Args:
             link: number of the link, as in `offer`.
@@ -190,7 +191,7 @@ class Carrier(Protocol):
         return []
 
     def poll(self) -> bool:
-        """Let the carrier's library work; return whether anything has happened."""
+        """Let the transport's library work; return whether anything has happened."""
         return False
 
     def close(self) -> None:

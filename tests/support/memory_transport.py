@@ -1,4 +1,4 @@
-"""A one-sided carrier without a GPU: senders map the receiver's staging, which lies in a file.
+"""A one-sided transport without a GPU: senders map the receiver's staging, which lies in a file.
 
 As with CUDA IPC, a sender that was stopped may later write to a slot that another sender has.
 """
@@ -13,10 +13,16 @@ import msgspec
 import torch
 
 from pagewire.shared.engine.execution.block_mover import PendingMove
-from pagewire.shared.transfer.carriers.base import Carrier, Inbound, LinkSocket, Outbound, Pending
 from pagewire.shared.transfer.messages import Segment
 from pagewire.shared.transfer.peer_process import Process, Quarantine, this_process
 from pagewire.shared.transfer.staging import Staging
+from pagewire.shared.transfer.transports.base import (
+    Inbound,
+    LinkSocket,
+    Outbound,
+    Pending,
+    Transport,
+)
 
 
 class _Offer(msgspec.Struct):
@@ -31,7 +37,7 @@ def make_mapped_staging(directory: Path, num_slots: int, slot_bytes: int) -> Sta
     return Staging(_map(offer), slot_bytes)
 
 
-class MemoryCarrier(Carrier):
+class MemoryTransport(Transport):
     """Copies into the staging of others, which `make_mapped_staging` has made in `directory`."""
 
     name: ClassVar[str] = "memory"
