@@ -79,5 +79,7 @@ def staging_views(
         raise UnsupportedShapeError(
             f"{count} packed blocks take {size} bytes of staging, not {staging.shape[0]}"
         )
-    sums = staging[end:size].view(torch.int64)
-    return staging[:end].view(torch.int32).view(count, words), sums.view(count)
+    # By `narrow`, since staging may be memory of another GPU: to index it with brackets switches to
+    # that GPU, which takes memory there.
+    blocks = staging.narrow(0, 0, end).view(torch.int32).view(count, words)
+    return blocks, staging.narrow(0, end, size - end).view(torch.int64).view(count)

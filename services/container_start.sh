@@ -14,7 +14,9 @@ export PAGEWIRE_WORKER_ID PAGEWIRE_ADVERTISE_HOST
 # that a process can see.
 if [ -n "${PAGEWIRE_GPUS:-}" ]; then
     locks=${PAGEWIRE_GPU_LOCKS:-/run/pagewire}
-    needed=${PAGEWIRE_TENSOR_PARALLEL_SIZE:-1} taken=0 own="" others=""
+    needed=${PAGEWIRE_TENSOR_PARALLEL_SIZE:-1}
+    case "${PAGEWIRE_RANKS_SHARE_GPU:-}" in 1 | [Tt]* | [Yy]* | [Oo][Nn]) needed=1 ;; esac
+    taken=0 own="" others=""
     # One at a time: two workers might each get a part of the GPUs that one of them needs.
     exec {turn}>"$locks/turn"
     flock --timeout 60 "$turn"

@@ -31,7 +31,6 @@ from pagewire.shared.engine.ranks.group import IGNORED_SIGNALS
 from pagewire.shared.engine.ranks.messages import (
     OUT_OF_MEMORY,
     Begin,
-    Command,
     Failed,
     Fence,
     Loaded,
@@ -50,7 +49,7 @@ from pagewire.shared.settings.config import EngineSettings
 logger = logging.getLogger(__name__)
 
 PARENT_POLL_S = 0.5
-MOVE_POLL_S = 0.0001  # while a move is under way
+MOVE_POLL_S, STEP_POLL_S = 0.0001, 0.001  # while a move, or a step, is under way
 MOST_STEPS = 2  # that rank 0 has under way
 
 
@@ -135,7 +134,20 @@ def run_plans(
     """
     digests = Digests()
     running: deque[PendingStep] = deque()  # steps whose tokens have not been read
-    while (command := _next_command(pipe, mover)) is not None:
+    while True:
+        for moved in mover.made():
+            pipe.send(encode(moved))
+        # Rank 0 has at most two steps under way, so that of three the first one ends soon.
+        while len(running) > MOST_STEPS or (running and running[0].is_done()):
+            result = running.popleft().wait()
+            communicator.check()
+            if (sampled := digests.add(result)) is not None:
+                pipe.send(encode(sampled))
+        is_busy = mover.is_busy or bool(running)
+        if is_busy and not pipe.has_command(MOVE_POLL_S if mover.is_busy else STEP_POLL_S):
+            continue
+        if (command := pipe.next_command()) is None:
+            return
         if isinstance(command, StepPlan):
             pending = executor.execute(command)
             if command.has_rows:
@@ -148,21 +160,6 @@ def run_plans(
             mover.fence()
         elif isinstance(command, Stage):
             mover.stage(command)
-        # Rank 0 has at most two steps under way, so that of three the first one ends soon.
-        while len(running) > MOST_STEPS or (running and running[0].is_done()):
-            result = running.popleft().wait()
-            communicator.check()
-            if (sampled := digests.add(result)) is not None:
-                pipe.send(encode(sampled))
-
-
-def _next_command(pipe: RankPipe, mover: RankMover) -> Command | None:
-    """Wait for rank 0's next command, and report moves meanwhile; None: its process has ended."""
-    while True:
-        for moved in mover.made():
-            pipe.send(encode(moved))
-        if not mover.is_busy or pipe.has_command(MOVE_POLL_S):
-            return pipe.next_command()
 
 
 if __name__ == "__main__":

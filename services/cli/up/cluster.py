@@ -26,6 +26,7 @@ from pagewire.services.cli.up.cluster_plan import (
     RouterSockets,
     crowded_gpus,
     plan_services,
+    ranks_on_shared_gpus,
     restarted_router,
 )
 from pagewire.services.cli.up.log_lines import as_json_line
@@ -274,8 +275,9 @@ class _Cluster:
             self.supervisor.start(store.spec)
             await redis_process.wait_until_answering(store.url, OWN_REDIS_START_S)
         env = {"PAGEWIRE_CLUSTER_SECRET": context.secret, "PAGEWIRE_REDIS_URL": store.url}
-        if note := crowded_gpus(context.options, context.machine):
-            context.say(note)
+        for find in (crowded_gpus, ranks_on_shared_gpus):
+            if note := find(context.options, context.machine):
+                context.say(note)
         for spec in plan_services(context.options, context.machine, env, self.sockets):
             self.supervisor.start(spec)
 

@@ -190,6 +190,24 @@ def gpu_share(options: ClusterOptions, machine: Machine) -> float:
     return share
 
 
+def ranks_on_shared_gpus(options: ClusterOptions, machine: Machine) -> str:
+    """Return a line about GPUs on which a rank waits while another worker computes; else nothing.
+
+    Processes of one GPU run by turns of milliseconds, and a step has a sum over ranks for each half
+    of a layer.
+    """
+    if options.device == "cpu" or not machine.gpus:
+        return ""
+    workers = Counter(gpu for own in _placed(options, machine) for gpu in own)
+    shared = [name for gpu, name in enumerate(machine.gpus) if workers[gpu] > 1]
+    if max(options.worker_ranks) == 1 or not shared:
+        return ""
+    return (
+        f"several workers share GPU {', '.join(shared)}, and some have several ranks: their steps "
+        "will be slow; give each worker GPUs of its own"
+    )
+
+
 def crowded_gpus(options: ClusterOptions, machine: Machine) -> str:
     """Return a line about the free memory of GPUs if workers get less than usual; else nothing."""
     if options.device == "cpu" or not machine.free:

@@ -234,7 +234,7 @@ class BlockMover:
         size = part_bytes(divided, num_rows, 1)
         if staging.numel() < parts * size:
             raise UnsupportedShapeError(f"{parts} parts of {size} bytes do not fit into staging")
-        yield from zip(heads, staging[: parts * size].split(size), strict=True)
+        yield from zip(heads, staging.narrow(0, 0, parts * size).split(size), strict=True)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Launch other work after the moves so far, by calling `work`."""

@@ -47,6 +47,7 @@ PROGRAM = "pagewire.shared.engine.rank_process"
 REPORT_S = 1.0  # for the rest of a report
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REASON_S = 0.5  # for a rank that is missed to say why, and to end
+EXIT_S = 10.0  # for a killed rank's process to end: its driver frees the GPU's memory first
 END_S = 2.0  # for ranks to end by themselves
 
 
@@ -293,12 +294,16 @@ class RankGroup:
     def _reason(self, rank: int) -> PagewireError | None:
         """Return why a rank has failed or ended; None if it says nothing and has not ended."""
         pipe, process = self.pipes[rank - 1], self.processes[rank - 1]
-        with contextlib.suppress(RankError):
+        patience_s = EXIT_S
+        try:
             while rank not in self._failures:
                 self._next_report(pipe, REASON_S)
+        except RankError as exc:
+            if isinstance(exc.__cause__, TimeoutError):  # it is silent, but has not ended
+                patience_s = REASON_S
         if (failure := self._failures.get(rank)) is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(REASON_S)
+                code = process.wait(patience_s)
                 kind = BlamelessRankError if code == -signal.SIGKILL else RankError
                 return kind(f"rank {rank} {_ended_by(code)}", rank)
             return None

@@ -178,7 +178,8 @@ class RankMover:
         if self._memory is None:
             raise RankError("blocks cannot be moved before there is staging", self.rank)
         start = command.start + self.rank * command.size
-        part, parts = self._memory[start : start + command.size], command.parts
+        # Not with brackets: these would switch to rank 0's GPU, which takes memory there.
+        part, parts = self._memory.narrow(0, start, command.size), command.parts
         groups = range(command.first_group, command.first_group + command.num_groups)
         ids, seed, after = command.block_ids, command.seed, command.after
         if isinstance(command, Unpack):

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.services.cli.up.cluster_plan import ClusterOptions, RouterSockets, plan_services
+from pagewire.services.cli.up.cluster_plan import (
+    ClusterOptions,
+    RouterSockets,
+    plan_services,
+    ranks_on_shared_gpus,
+)
 from pagewire.services.cli.up.machine import Machine, inspect_machine
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError
@@ -43,6 +48,17 @@ def test_ranks_of_several_workers_share_gpus_if_there_are_fewer() -> None:
     argv = specs["decode-0"].argv
     assert argv[argv.index("--gpu-memory-utilization") + 1] == "0.425"
     assert gpus_of(machine, ranks=2, prefill_ranks=2) == ["0,1", "0,1"]
+
+
+def test_ranks_on_shared_gpus_are_said_to_be_slow() -> None:
+    def note(gpus: tuple[str, ...], **options: int) -> str:
+        return ranks_on_shared_gpus(ClusterOptions(**options), Machine(cores=8, gpus=gpus))
+
+    assert note(("0", "1"), ranks=2, prefill_ranks=2).startswith("several workers share GPU 0, 1,")
+    assert note(("4", "7"), ranks=2, prefill_ranks=1).startswith("several workers share GPU 4,")
+    assert note(FOUR, ranks=2, prefill_ranks=2) == ""
+    assert note(("0",)) == ""
+    assert note((), ranks=2, prefill_ranks=2) == ""
 
 
 def test_more_ranks_than_gpus() -> None:
