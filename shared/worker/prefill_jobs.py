@@ -163,6 +163,12 @@ class PrefillJobs:
             job.end_span(error=reason)
         self._report_failure(job_id, link, reason, None if job is None else job.log_id)
 
+    def end_all(self, reason: str) -> None:
+        """Forget all jobs; their spans end with this reason."""
+        for job in self._jobs.values():
+            job.end_span(error=reason)
+        self._jobs.clear()
+
     def _report_failure(
         self, job_id: str, link: SenderLink, reason: str, log_id: str | None
     ) -> None:

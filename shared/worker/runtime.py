@@ -213,6 +213,7 @@ class WorkerRuntime:
         self.gate.open(service)
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
+        stack.callback(service.end_jobs)
         stack.callback(self.gate.close)
         self._start_engine(stack)
         index.start()

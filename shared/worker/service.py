@@ -92,6 +92,10 @@ class WorkerService:
         """Close the links that this worker has opened, and open no others."""
         self.prefill_links.close()
 
+    def end_jobs(self) -> None:
+        """End the spans of jobs that have not ended; the engine and the KV endpoint have."""
+        self.jobs.end_all("the worker has stopped")
+
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
         """Handle a message of a router or of another worker."""
         match message:
@@ -124,7 +128,7 @@ class WorkerService:
                 self.remote_jobs.begin(job)
             case JobWithdrawn(job):
                 self.remote_jobs.withdraw(job)
-            case JobReported(job, report):
+            case JobReported(_, job, report):
                 self.remote_jobs.on_report(job, report)
             case JobSilent(job, reason):
                 self.remote_jobs.give_up(job, reason)

@@ -59,6 +59,13 @@ class RanksMove(PendingCheck):
         return self._others.is_intact and isinstance(self._own, PendingCheck) and self._own.verify()
 
 
+class _OwnMove(PendingMove):
+    """Work on this rank's device, after which other ranks' moves do not come by themselves."""
+
+    __slots__ = ()
+    is_of_one_device = False
+
+
 @dataclass(slots=True)
 class RanksMoves:
     """The `BlockMoves` of rank 0, which has the other ranks move their parts.
@@ -112,7 +119,7 @@ class RanksMoves:
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work on this rank's device, as `BlockMoves` says."""
-        return self.own.queue(work)
+        return _OwnMove(self.own.queue(work).end)
 
     def fence(self) -> None:
         """Have later plans wait for the moves so far, on all ranks."""

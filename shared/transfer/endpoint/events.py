@@ -28,6 +28,7 @@ class JobWithdrawn:
 class JobReported:
     """The prefill worker that has a job reports about it."""
 
+    link: ReceiverLink
     job: ReceiverJob
     message: JobReport
 

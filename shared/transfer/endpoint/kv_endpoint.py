@@ -60,20 +60,27 @@ class KvEndpoint:
         return any(transport.poll() for transport in self.receiver.transports.values())
 
     def _handle_events(self) -> None:
-        events = self.receiver.events
+        """Handle all events, also those after one that cannot be handled.
+
+        Raises:
+            Exception: the first error that no message of a peer has led to.
+        """
+        events, failure = self.receiver.events, None
         while events:
             event = events.popleft()
             try:
                 self.handle(event)
-            except Exception as exc:  # any: this link alone
+            except Exception as exc:  # any: the link of a message alone
                 if isinstance(event, JobRequested):
                     logger.exception("cannot handle a message from %s", event.link.peer)
                     self.sender.lose(event.link, str(exc))
-                elif isinstance(event, JobReported) and (link := event.job.link) is not None:
-                    logger.exception("cannot handle a message from %s", link.peer)
-                    self.receiver.lose(link, str(exc))
+                elif isinstance(event, JobReported):
+                    logger.exception("cannot handle a message from %s", event.link.peer)
+                    self.receiver.lose(event.link, str(exc))
                 else:
-                    raise
+                    failure = failure or exc
+        if failure is not None:
+            raise failure
 
     def close_all(self) -> None:
         """End all links and close the receiver's socket; the engine's thread has ended."""

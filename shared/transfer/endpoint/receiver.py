@@ -215,7 +215,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
                 elif isinstance(message, Return):
                     self.send_all(self.slots.accept_return(link.number, message.credit))
                 elif (job := self.jobs.record_activity(message.job_id)) and job.link is link:
-                    self.events.append(JobReported(job, message))
+                    self.events.append(JobReported(link, job, message))
             except (ProtocolError, TransferError) as exc:
                 self.lose(link, str(exc))
             except Exception as exc:  # whatever a device or a library raises: this link alone

@@ -104,5 +104,7 @@ class _ZmqInbound(Inbound):
         host.copy_(torch.frombuffer(body.buffer, dtype=torch.uint8))
         target = self._transport.staging.buffers[segment.credit][: segment.nbytes]
         if target.is_cuda:
-            return self._transport.moves.queue(lambda: target.copy_(host, non_blocking=True))
+            copy = self._transport.moves.queue(lambda: target.copy_(host, non_blocking=True))
+            # On one device the unpacking is queued behind the copy.
+            return DONE if copy.is_of_one_device else copy
         return DONE
