@@ -122,7 +122,7 @@ def test_scales_of_the_checkpoint_are_used(
     rounded = [(torch.tensor(each).bfloat16().tolist()) for each in scales]
     with caplog.at_level("INFO", "pagewire"):
         found = answers(make(tmp_path, max_num_batched_tokens=32), prompts)
-    assert "scales of the KV cache in FP8: 6 of 6 are the checkpoint's" in caplog.text
+    assert "6 of the 6 scales of the FP8 KV cache are the checkpoint's" in caplog.text
     assert "does not use" not in caplog.text
     with rounded_caches(theirs, rounded):
         for prompt, answer in zip(prompts, found, strict=True):
@@ -145,7 +145,7 @@ def test_missing_scales_are_1_and_unused_ones_are_named(
     assert isinstance(model, DecoderModel)
     scales = model.config.kv_scales
     assert scales == ((1.0, 1.0), (0.5, 0.5), (1.0, 1.0))
-    assert "scales of the KV cache in FP8: 2 of 6 are the checkpoint's" in caplog.text
+    assert "2 of the 6 scales of the FP8 KV cache are the checkpoint's" in caplog.text
     assert "does not use: 1 of *.output_scale" in caplog.text
 
 
