@@ -73,7 +73,7 @@ def failed(home: Path, what: str) -> list[str]:
 
 def test_it_passes_and_leaves_nothing(home: Path) -> None:
     done = run(home, "pagewire.services.cli.main", "prove", "--device", "cpu")
-    assert (done.returncode, done.stderr) == (0, ""), done
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout[-3000:]
     before, _, after = done.stdout.partition("\nDisturbed run")
     calm = before.partition("first one:\n")[2]
     text, _, result = after.partition("\n\n  ✓")
