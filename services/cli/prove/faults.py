@@ -26,7 +26,7 @@ STAGE_TIMEOUT_S = 15.0  # for what a fault is to lead to
 FREEZE_AT = 30  # tokens of the first answer
 KILL_AT = 70  # tokens of the first answer, at the earliest
 # A worker that was frozen shows its old KV links as whole until it has noticed that they are closed
-# and has published this with a heartbeat. A lease is longer: nobody takes a held worker for dead.
+# and has published this with a heartbeat. A lease is longer.
 SETTLE_HEARTBEATS = 2.5
 # The worker that is to be killed is stopped here, if the frozen one is not back yet: on a quick
 # machine the answers would end before that.
@@ -53,6 +53,7 @@ class Disturber:
     say: Callable[[str], None]
     facts: Facts
     _pids: dict[str, int | None] = field(default_factory=dict)  # when the run begins
+    _has_ordered_kill: bool = False
 
     async def run(self) -> None:
         """Stream all answers, and disturb them; return when all have ended."""
@@ -94,10 +95,15 @@ class Disturber:
                 await self.reader.until(count)
 
     async def _hold(self, worker: str) -> None:
-        """Stop a worker before the first answer ends."""
+        """Stop a worker before the first answer ends.
+
+        On a slow machine its lease may end before it is killed. Then its answers move before that,
+        so that prefill workers have their order from here on.
+        """
         await self.reader.until(HOLD_AT)
         if not self.reader.has_ended:
             self._signal(worker, signal.SIGSTOP)
+            self._order_kill()
 
     async def _can_go_on(self, worker: str) -> bool:
         return self.reader.has_ended or await self.cluster.is_ready(worker)
@@ -121,7 +127,7 @@ class Disturber:
 
     async def _kill(self, worker: str) -> None:
         """Kill a decode worker, and a prefill worker that sends KV to the worker that goes on."""
-        self.orders.post("kill")
+        self._order_kill()
         if (strike := self._strike(worker, signal.SIGKILL)) is None:
             return
         self.facts.killed_decode = strike
@@ -129,6 +135,12 @@ class Disturber:
         await wait_until(self._has_killed_prefill, STAGE_TIMEOUT_S)
         if (claim := self.facts.killed_prefill) is not None:
             self.say(f"killed {claim.worker} (SIGKILL), which was sending KV")
+
+    def _order_kill(self) -> None:
+        """Have the next prefill worker that sends KV die; once only."""
+        if not self._has_ordered_kill:
+            self._has_ordered_kill = True
+            self.orders.post("kill")
 
     async def _has_killed_prefill(self) -> bool:
         self.facts.killed_prefill = self.orders.claim_of("kill")
