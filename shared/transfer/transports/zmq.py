@@ -105,6 +105,6 @@ class _ZmqInbound(Inbound):
         target = self._transport.staging.buffers[segment.credit][: segment.nbytes]
         if target.is_cuda:
             copy = self._transport.moves.queue(lambda: target.copy_(host, non_blocking=True))
-            # On one device the unpacking is queued behind the copy.
+            # On one device the unpacking is queued after the copy.
             return DONE if copy.is_of_one_device else copy
         return DONE
