@@ -67,6 +67,9 @@ class BusyService:
     def close(self) -> None:
         pass
 
+    def end_jobs(self) -> None:
+        pass
+
     def on_message(self, peer_id: str, message: ControlMessage) -> None:
         pass
 
