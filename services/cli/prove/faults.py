@@ -26,8 +26,10 @@ STAGE_TIMEOUT_S = 15.0  # for what a fault is to lead to
 FREEZE_AT = 30  # tokens of the first answer
 KILL_AT = 70  # tokens of the first answer, at the earliest
 # A worker that was frozen shows its old KV links as whole until it has noticed that they are closed
-# and has published this with a heartbeat. A lease is longer.
+# and has published this with a heartbeat.
 SETTLE_HEARTBEATS = 2.5
+# A held worker is killed then at the latest: its lease is longer, so that nobody takes it for dead.
+HELD_HEARTBEATS = 4.0
 # The worker that is to be killed is stopped here, if the frozen one is not back yet: on a quick
 # machine the answers would end before that.
 HOLD_AT = MAX_TOKENS - 32
@@ -53,7 +55,10 @@ class Disturber:
     say: Callable[[str], None]
     facts: Facts
     _pids: dict[str, int | None] = field(default_factory=dict)  # when the run begins
-    _has_ordered_kill: bool = False
+    _heartbeat_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._heartbeat_s = load_settings(RouterSettings, {}).heartbeat_s
 
     async def run(self) -> None:
         """Stream all answers, and disturb them; return when all have ended."""
@@ -76,16 +81,14 @@ class Disturber:
         workers = self.cluster.context.options.worker_names
         other = next(name for name in workers if name.startswith("decode") and name != first)
         await self._wait_for_tokens(FREEZE_AT)
-        holding = start_task(self._hold(other), "hold")
+        holding, settling = start_task(self._hold(other), "hold"), None
         try:
             await self._freeze(first)
-            await self._wait_for_tokens(KILL_AT)
-            await wait_until(lambda: self._can_go_on(first), STAGE_TIMEOUT_S)
-            heartbeat_s = load_settings(RouterSettings, {}).heartbeat_s
-            await asyncio.sleep(SETTLE_HEARTBEATS * heartbeat_s)
-            await wait_until(lambda: self._can_go_on(first), STAGE_TIMEOUT_S)
+            settling = start_task(self._settle_after_freeze(first), "settling")
+            await asyncio.wait({settling, holding}, return_when=asyncio.FIRST_COMPLETED)
             await self._kill(other)
         finally:
+            await end_task(settling)
             await end_task(holding)
             self._signal(other, signal.SIGCONT)  # if it was not killed
 
@@ -95,15 +98,18 @@ class Disturber:
                 await self.reader.until(count)
 
     async def _hold(self, worker: str) -> None:
-        """Stop a worker before the first answer ends.
-
-        On a slow machine its lease may end before it is killed. Then its answers move before that,
-        so that prefill workers have their order from here on.
-        """
+        """Stop a worker before the first answer ends; return before its lease does."""
         await self.reader.until(HOLD_AT)
         if not self.reader.has_ended:
             self._signal(worker, signal.SIGSTOP)
-            self._order_kill()
+            await asyncio.sleep(HELD_HEARTBEATS * self._heartbeat_s)
+
+    async def _settle_after_freeze(self, worker: str) -> None:
+        """Wait until a worker that was frozen can take over the other one's answers."""
+        await self._wait_for_tokens(KILL_AT)
+        await wait_until(lambda: self._can_go_on(worker), STAGE_TIMEOUT_S)
+        await asyncio.sleep(SETTLE_HEARTBEATS * self._heartbeat_s)
+        await wait_until(lambda: self._can_go_on(worker), STAGE_TIMEOUT_S)
 
     async def _can_go_on(self, worker: str) -> bool:
         return self.reader.has_ended or await self.cluster.is_ready(worker)
@@ -127,7 +133,7 @@ class Disturber:
 
     async def _kill(self, worker: str) -> None:
         """Kill a decode worker, and a prefill worker that sends KV to the worker that goes on."""
-        self._order_kill()
+        self.orders.post("kill")
         if (strike := self._strike(worker, signal.SIGKILL)) is None:
             return
         self.facts.killed_decode = strike
@@ -135,12 +141,6 @@ class Disturber:
         await wait_until(self._has_killed_prefill, STAGE_TIMEOUT_S)
         if (claim := self.facts.killed_prefill) is not None:
             self.say(f"killed {claim.worker} (SIGKILL), which was sending KV")
-
-    def _order_kill(self) -> None:
-        """Have the next prefill worker that sends KV die; once only."""
-        if not self._has_ordered_kill:
-            self._has_ordered_kill = True
-            self.orders.post("kill")
 
     async def _has_killed_prefill(self) -> bool:
         self.facts.killed_prefill = self.orders.claim_of("kill")
