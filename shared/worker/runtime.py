@@ -209,7 +209,12 @@ class WorkerRuntime:
         )
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
-        service = make_service(self)
+        await self._open_service(make_service(self), index, stack)
+
+    async def _open_service(
+        self, service: WorkerService, index: IndexPublisher, stack: contextlib.AsyncExitStack
+    ) -> None:
+        """Start the engine, the service and what publishes its record."""
         self.gate.open(service)
         # Once more after the engine: outputs that it passes on while it stops may start tasks.
         stack.push_async_callback(self.tasks.close)
@@ -221,7 +226,8 @@ class WorkerRuntime:
         service.start()
         stack.push_async_callback(self.tasks.close)  # a link that is kept would be opened again
         stack.callback(service.close)
-        self._publisher = RecordPublisher(self._registry, self._record, settings.heartbeat_s)
+        heartbeat_s = self.settings.heartbeat_s
+        self._publisher = RecordPublisher(self._registry, self._record, heartbeat_s)
         await self._publisher.start()
         stack.push_async_callback(self._publisher.close)
         self.metrics_registry.register(
