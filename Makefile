@@ -80,7 +80,7 @@ test-gpu: $(DEV) redis ## Run the tests that need a CUDA device (10 minutes)
 ifneq ($(ARGS),)
 	$(BIN)/pytest -m gpu $(ARGS)
 else
-	$(BIN)/pytest -m gpu -n 12 --dist worksteal tests/kernels tests/integration tests/e2e
+	$(BIN)/pytest -m gpu -n 12 --dist worksteal tests/kernels tests/unit tests/integration tests/e2e
 	$(BIN)/pytest -m gpu -n 5 --dist worksteal tests/gpu
 endif
 

@@ -112,7 +112,9 @@ def gpu_ranks(gpus: Sequence[int], timeout_s: float = 20.0) -> Iterator[list[Rem
     with ExitStack() as stack:
         sockets = connected(len(gpus))
         ranks = [
-            stack.enter_context(remote(GpuRank, own, rank, gpu, timeout_s, method="spawn"))
+            stack.enter_context(
+                remote(GpuRank, own, rank, len(gpus), gpu, timeout_s, method="spawn")
+            )
             for rank, (own, gpu) in enumerate(zip(sockets, gpus, strict=True))
         ]
         for own in sockets:
