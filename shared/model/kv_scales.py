@@ -24,7 +24,6 @@ _NAME = re.compile(
     r"model\.layers\.(?P<layer>\d+)\.\w+\."
     r"(?:(?:\w+\.)?(?P<part>k|v|kv)_scale|(?P<projection>k|v)_proj\.output_scale)"
 )
-_CPU = torch.device("cpu")
 
 
 def has_kv_scales(checkpoint: list[WeightsFile]) -> bool:
@@ -56,7 +55,7 @@ def separate_kv_scales(
                 places.setdefault((int(match["layer"]), part), []).append(fill)
         tensors = {name: tensor for name, tensor in file.tensors.items() if name not in names}
         others.append(dataclasses.replace(file, tensors=tensors))
-    copy_weights(fills, _CPU, lambda _bytes: None)
+    copy_weights(fills, lambda _bytes: None)
     for fill in fills:
         value = fill.target.item()
         if not LEAST_SCALE <= value < math.inf:

@@ -115,7 +115,7 @@ def load_model(
     if load_format == "dummy":
         _fill_randomly(model, device)
     else:
-        _fill(model, fills, device, progress)
+        _fill(model, fills, progress)
     return model
 
 
@@ -265,7 +265,6 @@ def _targets(
 def _fill(
     model: DecoderModel,
     fills: Mapping[str, TensorCopy],
-    device: torch.device,
     progress: Progress,
 ) -> None:
     """Copy each tensor from the file that holds it, and convert what has another form there.
@@ -282,7 +281,6 @@ def _fill(
             targets = _targets(section, fills, config.tie_word_embeddings)
             copy_weights(
                 [fills[target.name]._replace(target=target.tensor) for target in targets],
-                device,
                 bar.add,
             )
             for _, target in section:

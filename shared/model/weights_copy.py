@@ -74,20 +74,20 @@ class _Part(NamedTuple):
         return self.target.numel() * self.dtype.itemsize
 
 
-def copy_weights(
-    fills: Iterable[TensorCopy], device: torch.device, on_bytes: Callable[[int], None]
-) -> None:
+def copy_weights(fills: Iterable[TensorCopy], on_bytes: Callable[[int], None]) -> None:
     """Fill tensors of one device from files.
 
     Args:
         fills: tensors with dtypes of `DTYPES`.
-        device: device of all targets.
         on_bytes: called by any thread with the number of bytes of each part that was read.
 
     Raises:
         ModelLoadError: a file is shorter than its header says, or cannot be read; one line.
     """
     ordered = sorted(fills, key=lambda fill: (fill.file.path, fill.entry.start))
+    if not ordered:
+        return
+    device = ordered[0].target.device
     parts = _Parts(part for fill in ordered for part in _parts(fill))
     count = num_threads(sum(fill.num_bytes for fill in ordered))
     with contextlib.ExitStack() as stack:

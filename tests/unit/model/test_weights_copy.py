@@ -17,7 +17,6 @@ from pagewire.shared.model.safetensors_header import WeightsFile, read_header
 from pagewire.shared.model.shard import Cut, Cuts
 from pagewire.shared.model.weights_copy import TensorCopy, copy_weights, num_threads
 
-CPU = torch.device("cpu")
 SHAPES = {"scalar": (), "vector": (300,), "matrix": (70, 33), "experts": (3, 40, 17), "none": (0,)}
 
 
@@ -46,7 +45,6 @@ def test_targets_have_the_files_values(tmp_path: Path, source: torch.dtype, layo
     counted: list[int] = []
     copy_weights(
         [TensorCopy(file, entry, targets[name]) for name, entry in file.tensors.items()],
-        CPU,
         counted.append,
     )
     for name, target in targets.items():
@@ -106,7 +104,7 @@ def test_a_part_of_a_tensor(
     expected = _part(tensors[of].float(), cuts)
     target = _target(expected, layout)
     counted: list[int] = []
-    copy_weights([TensorCopy(file, file.tensors[of], target, cuts)], CPU, counted.append)
+    copy_weights([TensorCopy(file, file.tensors[of], target, cuts)], counted.append)
     assert torch.equal(target, expected)
     assert sum(counted) == expected.numel() * source.itemsize
 
@@ -120,7 +118,7 @@ def test_a_part_of_a_tensor_on_a_gpu(tmp_path: Path, name: str, target_dtype: to
     expected = _part(tensors[of], cuts).to(target_dtype)
     target = torch.full(expected.shape, torch.nan, dtype=target_dtype, device="cuda")
     fill = TensorCopy(file, file.tensors[of], target, cuts)
-    copy_weights([fill], torch.device("cuda"), lambda _count: None)
+    copy_weights([fill], lambda _count: None)
     assert torch.equal(target.cpu(), expected)
 
 
@@ -143,7 +141,7 @@ def test_no_more_is_read_than_a_part(
 
     monkeypatch.setattr(os, "preadv", counting)
     target = torch.empty_like(values.narrow(dim, half, half), memory_format=torch.contiguous_format)
-    copy_weights([TensorCopy(file, file.tensors["x"], target, cuts)], CPU, lambda _count: None)
+    copy_weights([TensorCopy(file, file.tensors["x"], target, cuts)], lambda _count: None)
     assert torch.equal(target, values.narrow(dim, half, half))
     assert sum(read) == target.nbytes
 
@@ -156,7 +154,7 @@ def test_several_files(tmp_path: Path) -> None:
         file = read_header(tmp_path / f"{index}.safetensors")
         fills.append(TensorCopy(file, file.tensors["x"], torch.empty(1000)))
         wanted.append(values)
-    copy_weights(fills, CPU, lambda _count: None)
+    copy_weights(fills, lambda _count: None)
     assert all(torch.equal(fill.target, each) for fill, each in zip(fills, wanted, strict=True))
 
 
@@ -169,7 +167,7 @@ def test_a_file_that_is_cut_off_after_its_header_was_read(tmp_path: Path) -> Non
         for name, entry in file.tensors.items()
     ]
     with pytest.raises(ModelLoadError) as caught:
-        copy_weights(fills, CPU, lambda _count: None)
+        copy_weights(fills, lambda _count: None)
     assert str(caught.value) == (
         f"weights file {file.path} is truncated or corrupt: it ends at byte {file.size - 4}; "
         "download it again"
@@ -181,7 +179,7 @@ def test_a_file_that_is_gone_after_its_header_was_read(tmp_path: Path) -> None:
     file.path.unlink()
     fill = TensorCopy(file, file.tensors["matrix"], tensors["matrix"])
     with pytest.raises(ModelLoadError, match=r"a.safetensors cannot be read \(No such file"):
-        copy_weights([fill], CPU, lambda _count: None)
+        copy_weights([fill], lambda _count: None)
 
 
 def test_an_error_of_one_thread_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,12 +194,12 @@ def test_an_error_of_one_thread_ends_all(tmp_path: Path, monkeypatch: pytest.Mon
             raise KeyError("out of order")
 
     with pytest.raises(KeyError):
-        copy_weights([TensorCopy(file, file.tensors["x"], torch.empty(10_000))], CPU, failing)
+        copy_weights([TensorCopy(file, file.tensors["x"], torch.empty(10_000))], failing)
     assert len(counted) < 5000
 
 
 def test_nothing_to_copy() -> None:
-    copy_weights([], CPU, lambda _count: None)
+    copy_weights([], lambda _count: None)
 
 
 def test_small_checkpoints_take_one_thread() -> None:
@@ -218,7 +216,7 @@ file = read_header(Path(sys.argv[1]))
 target = torch.zeros(file.tensors["x"].shape, dtype=getattr(torch, sys.argv[2]))
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 before = peak()
-copy_weights([TensorCopy(file, file.tensors["x"], target)], torch.device("cpu"), lambda count: None)
+copy_weights([TensorCopy(file, file.tensors["x"], target)], lambda count: None)
 print(peak() - before)
 """
 
