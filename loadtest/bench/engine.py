@@ -4,7 +4,7 @@
 
 Prints one JSON line per result: medians of several runs, with lowest and highest. `of_ceiling` of a
 decode step is the ratio of (bytes of weights and KV read) / (device copy bandwidth, measured in the
-same run) to the step's time.
+same run, times the number of devices) to the step's time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Bench:
 
         Args:
             batches: numbers of sequences of a step.
-            bandwidth: the device's copy bandwidth in bytes/s.
+            bandwidth: what all devices of the model copy, in bytes/s.
         """
         for batch in batches:
             if not self._fits(batch):
@@ -213,6 +213,7 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=MIXES)
     parser.add_argument("--times", type=int, default=5, help="measurements of each case")
     parser.add_argument("--max-num-seqs", type=int, default=512)
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of the model")
     parser.add_argument(
         "--budget",
         type=int,
@@ -246,10 +247,12 @@ def main() -> None:
             max_model_len=longest_sequence(args),
             max_num_batched_tokens=args.budget or BUDGET,
             max_num_seqs=args.max_num_seqs,
+            tensor_parallel_size=args.tensor_parallel_size,
             enable_prefix_caching=False,
         )
         emit("start", s=time.perf_counter() - start, blocks=llm.block_counts().total)
         bench = Bench(llm, args.times, args.context)
+        bandwidth *= args.tensor_parallel_size
         run_parts(args, bench.generate, partial(bench.decode, bandwidth=bandwidth))
 
 

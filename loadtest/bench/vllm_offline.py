@@ -61,6 +61,7 @@ def main() -> None:
             max_model_len=longest_sequence(args),
             enable_prefix_caching=False,
             max_num_seqs=args.max_num_seqs,
+            tensor_parallel_size=args.tensor_parallel_size,
             max_num_batched_tokens=args.budget,
         )
         emit("start", s=time.perf_counter() - start)

@@ -31,6 +31,7 @@ PARAMETERS = {
     "llama-8b": 8.03e9,
     "qwen3-30b-a3b": 30.5e9,
     "qwen2-7b": 7.6e9,
+    "qwen2.5-32b": 32.8e9,
     "llama-1b": 1.24e9,
     "qwen2-0.5b": 0.494e9,
     "gemma3-12b": 11.8e9,
