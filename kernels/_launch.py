@@ -22,6 +22,7 @@ _INTERPRETED_SMS = 4
 # In larger batches (measured on an H200), early programs cost more than they save: they crowd on
 # the SMs that have room.
 _MOST_OVERLAPPING_ROWS = 16
+MOST_SPLIT_TILES = 4096  # tiles of outputs whose inputs may be split: each has a counter
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
@@ -42,6 +43,15 @@ def sm_count(device: torch.device) -> int:
 @lru_cache(maxsize=16)
 def _is_hopper_or_newer(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@lru_cache(maxsize=16)
+def split_counters(device: torch.device) -> torch.Tensor:
+    """Return counters of the splits of a tile that are done, which every launch leaves at zero.
+
+    All launches share them, so they must run one after another, on one stream.
+    """
+    return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def can_copy_tiles(device: torch.device) -> bool:

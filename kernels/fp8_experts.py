@@ -9,7 +9,8 @@ import torch
 from pagewire.kernels.expert_sizes import rows_of_a_tile
 from pagewire.kernels.expert_tiles import TileList, list_tiles
 from pagewire.kernels.experts import experts, sum_choices
-from pagewire.kernels.fp8_linear import multiplies_fp8, multiply, quantise
+from pagewire.kernels.fp8_inputs import quantise
+from pagewire.kernels.fp8_linear import multiplies_fp8, multiply
 from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.reference.experts import activate

@@ -3,14 +3,14 @@
 
 One kernel quantises each token's inputs. The products of FP8 numbers are added in float32 for 128
 inputs at a time, since matrix instructions add FP8 less exactly; scales are multiplied afterwards,
-with blocks after each 128 inputs. cuBLAS computes what it can where rows may have any tiling.
+with blocks after each 128 inputs. Where rows may have any tiling, another kernel computes few rows,
+and cuBLAS what it can of many.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import triton
@@ -18,7 +18,9 @@ import triton.language as tl
 
 from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.expert_tiles import TileList
-from pagewire.kernels.fp8_numbers import LARGEST, LEAST_SCALE, Fp8Weights
+from pagewire.kernels.fp8_few_rows import multiply_few_rows
+from pagewire.kernels.fp8_inputs import Quantised, quantise
+from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.linear import linear
 from pagewire.kernels.reference import fp8_linear as by_torch
 
@@ -26,65 +28,7 @@ _BLOCK_IN = 128
 _BLOCK_OUT = 64
 _LEAST_ROWS = 16  # fewest rows of a matrix product
 _MOST_ROWS = 128
-_MOST_AT_ONCE = 4096  # inputs of a token that a program quantises at a time
 _ALIGNED = 16  # cuBLAS takes sizes that are multiples of it
-
-
-class Quantised(NamedTuple):
-    """Inputs in FP8.
-
-    Attributes:
-        numbers: `[T, in]` e4m3.
-        scale: `[T, ceil(in / columns)]` float32.
-    """
-
-    numbers: torch.Tensor
-    scale: torch.Tensor
-
-
-@triton.jit(do_not_specialize=["x_stride"])
-def _quantise_kernel(
-    x_ptr,  # [rows, ins]
-    given_ptr,  # [1] or [rows] float32: scales, if they are given
-    numbers_ptr,  # [rows, ins] contiguous
-    scale_ptr,  # [rows, groups] contiguous
-    ins,
-    columns,
-    x_stride,
-    GIVEN_STEP: tl.constexpr,  # from one row's given scale to the next; -1 if none is given
-    LARGEST: tl.constexpr,
-    LEAST_SCALE: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    group = tl.program_id(1)
-    start = group * columns
-    end = tl.minimum(start + columns, ins)
-    offsets = tl.arange(0, BLOCK)
-    if GIVEN_STEP >= 0:
-        scale = tl.load(given_ptr + row * GIVEN_STEP)
-    else:
-        largest = tl.zeros([BLOCK], dtype=tl.float32)
-        for first in range(start, end, BLOCK):
-            place = first + offsets
-            x = tl.load(x_ptr + row * x_stride + place, mask=place < end, other=0.0)
-            largest = tl.maximum(
-                largest, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
-            )
-        # NaN in a row must not become a number.
-        most = tl.max(largest, 0)
-        most = tl.where(tl.sum((largest != largest).to(tl.int32), 0) > 0, float("nan"), most)
-        scale = tl.maximum(tl.div_rn(most, LARGEST), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(scale_ptr + row * tl.num_programs(1) + group, scale)
-    for first in range(start, end, BLOCK):
-        place = first + offsets
-        x = tl.load(x_ptr + row * x_stride + place, mask=place < end, other=0.0).to(tl.float32)
-        x = tl.clamp(tl.div_rn(x, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(
-            numbers_ptr + row * ins + place,
-            x.to(numbers_ptr.dtype.element_ty),
-            mask=place < end,
-        )
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -160,37 +104,6 @@ def multiplies_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantise(x: torch.Tensor, columns: int, input_scale: torch.Tensor | None) -> Quantised:
-    """Return inputs `[T, in]` in FP8.
-
-    Args:
-        x: inputs.
-        columns: inputs of a token that have one scale.
-        input_scale: `[1]`, the scale of all, or `[T]`; None: each token's largest values decide.
-    """
-    x = x if x.stride(1) == 1 else x.contiguous()
-    rows, ins = x.shape
-    groups = triton.cdiv(ins, columns)
-    numbers = torch.empty((rows, ins), dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
-    if rows:
-        _quantise_kernel[(rows, groups)](
-            x,
-            x if input_scale is None else input_scale,
-            numbers,
-            scale,
-            ins,
-            columns,
-            x.stride(0),
-            GIVEN_STEP=-1 if input_scale is None else int(input_scale.numel() > 1),
-            LARGEST=LARGEST,
-            LEAST_SCALE=LEAST_SCALE,
-            BLOCK=min(next_power_of_2(columns), _MOST_AT_ONCE),
-            num_warps=4,
-        )
-    return Quantised(numbers, scale)
-
-
 def multiply(
     inputs: Quantised,
     weights: Fp8Weights,
@@ -262,6 +175,10 @@ def fp8_linear(
     if not multiplies_fp8(x.device):
         return by_torch.fp8_linear(x, weights, out=out, product=product)
     inputs = quantise(x, weights.block[1], weights.input_scale)
+    if tile_rows is None and len(x):
+        y = multiply_few_rows(inputs, weights, x.dtype, out)
+        if y is not None:
+            return y
     if tile_rows is None and len(x) and _can_scale(x, weights):
         y = torch._scaled_mm(
             inputs.numbers,

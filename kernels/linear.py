@@ -17,10 +17,12 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import (
+    MOST_SPLIT_TILES,
     await_predecessor,
     next_power_of_2,
     overlap_options,
     sm_count,
+    split_counters,
 )
 
 # cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
@@ -30,7 +32,6 @@ _LEAST_ROWS = 16  # fewest rows of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
 _MAX_SPLIT_K = 4
-_MOST_TILES = 4096  # tiles that may be split: each has a counter
 
 
 class _Tiling(NamedTuple):
@@ -122,20 +123,11 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     tiles = outs // _BLOCK_OUT
     wanted = sms * (1.4 if rows <= _LEAST_ROWS else 0.8)
     split_k = 1
-    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= _MOST_TILES:
+    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= MOST_SPLIT_TILES:
         if ins % (2 * split_k * _BLOCK_IN):
             break
         split_k *= 2
     return _Tiling(_BLOCK_OUT, split_k, 4)
-
-
-@lru_cache(maxsize=16)
-def _counters(device: torch.device) -> torch.Tensor:
-    """Return counters that every launch leaves at zero.
-
-    All launches share them, so they must run one after another, on one stream.
-    """
-    return torch.zeros(_MOST_TILES, dtype=torch.int32, device=device)
 
 
 def _by_cublas(
@@ -177,7 +169,7 @@ def linear(
         weight if bias is None else bias,
         out,
         partial,
-        _counters(x.device),
+        split_counters(x.device),
         rows,
         outs,
         ins,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
-from pagewire.kernels.fp8_linear import quantise
+from pagewire.kernels.fp8_inputs import quantise
 from pagewire.kernels.fp8_numbers import LARGEST, Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.reference.fp8_linear import dequantised, rounded
@@ -19,6 +19,9 @@ E4M3 = torch.float8_e4m3fn
 # rows, outputs, inputs, rows and columns of a block, bias, whether inputs have a given scale
 SHAPES = {
     "one-row": (1, 64, 128, 1, 128, False, False),
+    "few-rows": (5, 192, 1024, 1, 1024, True, False),
+    "few-rows-blocks": (33, 128, 512, 128, 128, True, False),
+    "few-rows-given-scale": (2, 64, 768, 1, 768, False, True),
     "rows": (37, 70, 200, 1, 200, True, False),
     "given-scale": (5, 80, 136, 1, 136, True, True),
     "blocks": (5, 140, 200, 128, 128, True, False),

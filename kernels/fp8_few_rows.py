@@ -1,0 +1,192 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+"""`x @ weight.T + bias` in FP8 of few rows, as in a decode step.
+
+Reading the weights takes the time. The tiling is that of `linear.py`: programs compute some
+outputs, of a range of the inputs where SMs would be idle, and the program that finishes last adds
+the ranges in order.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+
+from pagewire.kernels._launch import (
+    MOST_SPLIT_TILES,
+    await_predecessor,
+    next_power_of_2,
+    overlap_options,
+    sm_count,
+    split_counters,
+)
+from pagewire.kernels.fp8_inputs import Quantised
+from pagewire.kernels.fp8_numbers import Fp8Weights
+
+_MOST_ROWS = 64
+_LEAST_ROWS = 16  # fewest rows of a matrix product
+_BLOCK_OUT = 64
+_BLOCK_IN = 128  # inputs whose products a matrix instruction may add
+_MAX_SPLIT_K = 4
+_STAGES = 6
+
+
+@triton.jit
+def _added(
+    acc,  # [OUT, ROWS]
+    weight,  # [OUT, IN]
+    x_tile,  # [IN, ROWS] pointers
+    seen,  # [1, ROWS]
+    x_scales,  # [1, ROWS] pointers to the scales of these inputs
+    scales,  # [OUT, 1] likewise
+    HAS_BLOCKS: tl.constexpr,
+):
+    """Return `acc` and the products of some inputs, times their scales where each block has one."""
+    x = tl.load(x_tile, mask=seen, other=0.0)
+    product = tl.dot(weight, x, out_dtype=tl.float32)
+    if HAS_BLOCKS:
+        product = product * tl.load(scales) * tl.load(x_scales, mask=seen, other=0.0)
+    return acc + product
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _few_rows_kernel(
+    x_ptr,  # [rows, ins] e4m3, contiguous
+    x_scale_ptr,  # [rows, groups] float32
+    weight_ptr,  # [outs, ins] e4m3, contiguous
+    scale_ptr,  # [scale_rows, groups] float32
+    bias_ptr,  # [outs]
+    out_ptr,  # [rows, outs] contiguous
+    partial_ptr,  # [split_k, rows, outs] float32
+    counters_ptr,  # [tiles] int32: splits that are done; 0 before and after each launch
+    rows,
+    outs,
+    ins,
+    groups,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,  # inputs of a block; 0 if there is one scale for all inputs
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    OVERLAPS: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    columns = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    row = tl.arange(0, BLOCK_ROWS)
+    start = split * (ins // SPLIT_K)
+    end = start + ins // SPLIT_K
+    inputs = tl.arange(0, BLOCK_IN)
+    seen = row[None, :] < rows
+    weight_tile = weight_ptr + columns.to(tl.int64)[:, None] * ins + inputs[None, :]
+    x_tile = x_ptr + row[None, :] * ins + inputs[:, None]
+    scales = scale_ptr + (columns // SCALE_ROWS)[:, None] * groups
+    x_scales = x_scale_ptr + row[None, :] * groups
+    has_blocks: tl.constexpr = SCALE_COLUMNS > 0
+    step: tl.constexpr = SCALE_COLUMNS if has_blocks else 1
+    acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
+    if OVERLAPS:  # no kernel writes weights: load the first ones while others still run
+        early = tl.load(weight_tile + start, eviction_policy="evict_first")
+        await_predecessor(OVERLAPS)
+        group = start // step
+        acc = _added(acc, early, x_tile + start, seen, x_scales + group, scales + group, has_blocks)
+        start += BLOCK_IN
+    for first in tl.range(start, end, BLOCK_IN, num_stages=STAGES):
+        weight = tl.load(weight_tile + first, eviction_policy="evict_first")
+        group = first // step
+        acc = _added(
+            acc, weight, x_tile + first, seen, x_scales + group, scales + group, has_blocks
+        )
+    offsets = row[None, :] * outs + columns[:, None]
+    is_last = True
+    if SPLIT_K > 1:
+        tl.store(partial_ptr + split * rows * outs + offsets, acc, mask=seen)
+        tl.debug_barrier()  # all threads must have stored before the counter changes
+        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        if is_last:
+            tl.store(counters_ptr + tile, 0)
+            acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                part = partial_ptr + other * rows * outs + offsets
+                acc += tl.load(part, mask=seen, other=0.0, cache_modifier=".cg")
+    if is_last:
+        if not has_blocks:
+            acc = acc * tl.load(scales) * tl.load(x_scales, mask=seen, other=0.0)
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + columns).to(tl.float32)[:, None]
+        tl.store(out_ptr + offsets, acc.to(out_ptr.dtype.element_ty), mask=seen)
+
+
+@lru_cache(maxsize=1024)
+def choose_split(rows: int, outs: int, ins: int, sms: int) -> int | None:
+    """Return into how many ranges the inputs are split; None if this kernel does not suit a shape.
+
+    Args:
+        rows: rows of x.
+        outs: output features of the weight.
+        ins: input features of the weight.
+        sms: SMs of the device.
+    """
+    if not 0 < rows <= _MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
+        return None
+    tiles = outs // _BLOCK_OUT
+    wanted = sms * (1.4 if rows <= _LEAST_ROWS else 0.8)
+    split_k = 1
+    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= MOST_SPLIT_TILES:
+        if ins % (2 * split_k * _BLOCK_IN):
+            break
+        split_k *= 2
+    return split_k
+
+
+def multiply_few_rows(
+    inputs: Quantised, weights: Fp8Weights, dtype: torch.dtype, out: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return `x @ weight.T + bias`, or None if this kernel does not suit the shape.
+
+    Args:
+        inputs: x.
+        weights: of a projection.
+        dtype: of the result.
+        out: where the result is written, contiguous.
+    """
+    (rows, groups), (outs, ins) = inputs.scale.shape, weights.numbers.shape
+    device = weights.numbers.device
+    split_k = choose_split(rows, outs, ins, sm_count(device))
+    if split_k is None or (groups > 1 and weights.block[1] % _BLOCK_IN):
+        return None
+    if out is None:
+        out = torch.empty((rows, outs), dtype=dtype, device=device)
+    partial = inputs.scale  # unused without a split
+    if split_k > 1:
+        partial = torch.empty((split_k, rows, outs), dtype=torch.float32, device=device)
+    _few_rows_kernel[(outs // _BLOCK_OUT, split_k)](
+        inputs.numbers,
+        inputs.scale,
+        weights.numbers,
+        weights.scale,
+        weights.numbers if weights.bias is None else weights.bias,
+        out,
+        partial,
+        split_counters(device),
+        rows,
+        outs,
+        ins,
+        groups,
+        SCALE_ROWS=weights.block[0],
+        SCALE_COLUMNS=weights.block[1] if groups > 1 else 0,
+        BLOCK_ROWS=max(next_power_of_2(rows), _LEAST_ROWS),
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_IN=_BLOCK_IN,
+        SPLIT_K=split_k,
+        STAGES=_STAGES,
+        HAS_BIAS=weights.bias is not None,
+        num_warps=4,
+        **overlap_options(device, rows),
+    )
+    return out
