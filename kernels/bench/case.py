@@ -34,7 +34,7 @@ class BenchCase:
         check: its results for kernels and reference are compared before anything is timed; None
             takes `call`. For an operation that works in place, it works on copies.
         peer: runs another implementation on the same inputs; None without one.
-        exact: whether the results must be equal, not only close.
+        tolerance: of the results, absolute and relative; 0: they must be equal.
     """
 
     op: str
@@ -44,4 +44,4 @@ class BenchCase:
     unit: str = "TB/s"
     check: Call | None = None
     peer: Callable[[], object] | None = None
-    exact: bool = False
+    tolerance: float = 2e-2

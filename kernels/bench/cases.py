@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-from pagewire.kernels import Ops
+from pagewire.kernels import Ops, load_ops
 from pagewire.kernels.bench import four_bit_cases, fp8_cases, rank_cases
 from pagewire.kernels.bench.attention_grid import attend, grid_cases, visible_pairs
 from pagewire.kernels.bench.case import DTYPE, TABLES, BenchCase, Call
@@ -68,15 +68,26 @@ def _decode(batch: int, context: int) -> BenchCase:
 
 
 def _kv_in_fp8() -> Iterator[BenchCase]:
+    """Yield cases of attention over a cache in FP8; the peer is ours over one in bf16."""
+    ops = load_ops("triton", "cuda")
     for batch, context in DECODE:
-        x = replace(decode_case((context,) * batch), kv_scales=UNSCALED).build("cuda", DTYPE)
+        case = decode_case((context,) * batch)
+        x, plain = (each.build("cuda", DTYPE) for each in (_in_fp8(case), case))
         shape, work = f"{batch} x {context}, FP8", 2.0 * batch * context * KV_HEADS * DIM
-        yield BenchCase("paged_decode", shape, attend(x, is_decode=True), work)
+        peer = partial(attend(plain, is_decode=True), ops)
+        yield BenchCase("paged_decode", shape, attend(x, is_decode=True), work, peer=peer)
     for chunk, context in PREFILL:
-        x = PagedCase((chunk,), (context,), kv_scales=UNSCALED).build("cuda", DTYPE)
-        shape, work = f"{chunk} of {context}, FP8", visible_pairs(chunk, context, None)
-        call = attend(x, is_decode=False)
-        yield BenchCase("paged_prefill", shape, call, 4.0 * work * HEADS * DIM, "TFLOP/s")
+        case = PagedCase((chunk,), (context,))
+        x, plain = (each.build("cuda", DTYPE) for each in (_in_fp8(case), case))
+        x.options["chunks"] = ((chunk, context),)
+        work = 4.0 * visible_pairs(chunk, context, None) * HEADS * DIM
+        call, peer = attend(x, is_decode=False), partial(attend(plain, is_decode=False), ops)
+        shape = f"{chunk} of {context}, FP8"
+        yield BenchCase("paged_prefill", shape, call, work, "TFLOP/s", peer=peer)
+
+
+def _in_fp8(case: PagedCase) -> PagedCase:
+    return replace(case, kv_scales=UNSCALED)
 
 
 def _prefill(chunk: int, context: int) -> BenchCase:
@@ -206,7 +217,7 @@ def _sample(rows: int, kind: str, peaked: bool = False, dtype: torch.dtype = DTY
     x = sampling_inputs(logits.to(dtype), *SAMPLING[kind])
     shape = f"{rows} rows, {kind}" + ", peaked" * peaked + ", float32" * (dtype == torch.float32)
     work = float(dtype.itemsize) * rows * VOCABULARY
-    return BenchCase("sample", shape, lambda ops: (ops.sample(*x),), work, exact=True)
+    return BenchCase("sample", shape, lambda ops: (ops.sample(*x),), work, tolerance=0.0)
 
 
 def _samples(rows: int) -> Iterator[BenchCase]:
@@ -241,7 +252,7 @@ def _record_tokens(rows: int) -> BenchCase:
         return run(ops, ShapingTables(*(table.clone() for table in x.tables)))
 
     call = partial(run, tables=x.tables)
-    return BenchCase("record_tokens", f"{rows} rows", call, 16.0 * rows, check=check, exact=True)
+    return BenchCase("record_tokens", f"{rows} rows", call, 16.0 * rows, check=check, tolerance=0.0)
 
 
 def _sampling_step(rows: int, kind: str | None) -> BenchCase:
@@ -262,7 +273,7 @@ def _sampling_step(rows: int, kind: str | None) -> BenchCase:
 
     shape = f"{rows} rows, top-p 0.9" + (f", {kind}" if kind else "")
     work = (2.0 if kind is None else 10.0) * rows * VOCABULARY
-    return BenchCase("sampling_step", shape, call, work, exact=True)
+    return BenchCase("sampling_step", shape, call, work, tolerance=0.0)
 
 
 def _enter_tokens(length: int) -> BenchCase:
@@ -276,7 +287,7 @@ def _enter_tokens(length: int) -> BenchCase:
         return tables.seen, tables.counts
 
     work = 4.25 * VOCABULARY + 8.0 * length
-    return BenchCase("enter_tokens", f"{length} tokens", call, work, exact=True)
+    return BenchCase("enter_tokens", f"{length} tokens", call, work, tolerance=0.0)
 
 
 def _token_logprobs(rows: int, top: int) -> BenchCase:
@@ -303,7 +314,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
         BenchCase,
         shape=f"{count} x 2 MiB by layer group",
         work=8.0 * count * BLOCK_WORDS,
-        exact=True,
+        tolerance=0.0,
     )
 
     def pack(ops: Ops, staging: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -9,14 +9,17 @@ import torch
 from pagewire.kernels.bench.case import DTYPE, BenchCase
 from pagewire.kernels.bench.expert_cases import MIXTURES
 from pagewire.kernels.fp8_numbers import Fp8Weights
+from pagewire.kernels.linear import linear
 
 _FORMATS = {"rows": (1, None), "blocks": (128, 128)}
 _MOST_BOUND_BY_BYTES = 256  # rows
-_ROWS = (1, 32, 256, 8192)
+_ROWS = (1, 8, 32, 64, 256, 8192)
+# Inputs of second projections are quantised: what is rounded otherwise becomes the next number.
+_TOLERANCE_OF_EXPERTS = 0.15
 
 
 def linear_cases(shapes: tuple[tuple[int, int], ...]) -> Iterator[BenchCase]:
-    """Yield cases of projections of these out and in features."""
+    """Yield cases of projections of these out and in features; the peer is ours in bf16."""
     for format in _FORMATS:
         for rows in _ROWS:
             yield from (_linear(rows, outs, ins, format) for outs, ins in shapes)
@@ -42,6 +45,7 @@ def random_weights(*shape: int, format: str) -> Fp8Weights:
 def _linear(rows: int, outs: int, ins: int, format: str) -> BenchCase:
     x = torch.randn(rows, ins, device="cuda", dtype=DTYPE)
     weights = random_weights(outs, ins, format=format)
+    in_bf16 = torch.randn(outs, ins, device="cuda", dtype=DTYPE)
     few = rows <= _MOST_BOUND_BY_BYTES
     return BenchCase(
         "fp8_linear",
@@ -49,6 +53,7 @@ def _linear(rows: int, outs: int, ins: int, format: str) -> BenchCase:
         lambda ops: (ops.fp8_linear(x, weights),),
         work=float(outs * ins + 2 * rows * (ins + outs)) if few else 2.0 * rows * ins * outs,
         unit="TB/s" if few else "TFLOP/s",
+        peer=lambda: linear(x, in_bf16),
     )
 
 
@@ -70,4 +75,5 @@ def _experts(
         lambda ops: (ops.fp8_experts(x, chosen, weights, gate_up, down),),
         work=nbytes if few else 6.0 * tokens * top_k * hidden * inner,
         unit="TB/s" if few else "TFLOP/s",
+        tolerance=_TOLERANCE_OF_EXPERTS,
     )

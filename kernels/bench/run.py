@@ -70,9 +70,8 @@ def _difference(case: BenchCase, ops: Ops, reference: Ops) -> str | None:
     """Return how the kernel's output differs from the reference's, or None if it does not."""
     check = case.check or case.call
     for actual, expected in zip(check(ops), check(reference), strict=True):
-        tolerance = 0.0 if case.exact else 2e-2
         try:
-            torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+            torch.testing.assert_close(actual, expected, atol=case.tolerance, rtol=case.tolerance)
         except AssertionError as error:
             return " ".join(str(error).split())
     return None
