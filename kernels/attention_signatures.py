@@ -49,7 +49,8 @@ class PagedPrefill(Protocol):
     Query i of a sequence with `query_len` queries and `seq_len` context tokens stands at position
     `seq_len - query_len + i` and sees all positions up to its own. The chunk's own keys and values
     are already in the cache. Rows of `out` before `cu_query_lens[0]` and from `cu_query_lens[-1]`
-    on are left as they are. Window, soft cap, sinks and scales are those of `PagedDecode`.
+    on are left as they are. Window, soft cap, sinks and scales are those of `PagedDecode`. Long
+    chunks over a cache in FP8 are faster if the host knows their lengths.
     """
 
     def __call__(
@@ -67,6 +68,7 @@ class PagedPrefill(Protocol):
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,  # [H] float
         kv_scales: KvScales = UNSCALED,
+        chunks: Sequence[tuple[int, int]] | None = None,  # length and context of each
     ) -> torch.Tensor: ...
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 LARGEST = 448.0
 # Least scale of a row of inputs: a row of zeros stays one, and the inverse is finite in float32.
 LEAST_SCALE = 1e-30
+WORKSPACE_BYTES = 256 << 20  # for what long chunks read of an FP8 cache, in the dtype of queries
 
 
 class KvScales(NamedTuple):

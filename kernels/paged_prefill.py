@@ -4,12 +4,14 @@
 Each program takes a tile of one sequence's queries for one head. Tiles of keys that all its queries
 see need no masks; only those across the diagonal, or across the start of a window, compare
 positions. Blocks before all windows are not read, nor are their entries in the block table. On
-Hopper GPUs the launcher uses the kernel of `paged_prefill_hopper` where it applies.
+Hopper GPUs the launcher uses the kernel of `paged_prefill_hopper` where it applies, for long chunks
+on copies of a cache in FP8.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import ModuleType
@@ -21,7 +23,10 @@ import triton.language as tl
 from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
+from pagewire.kernels._widened_kv import heads_at_once, widened
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
+
+_LEAST_WIDENED = 256  # length of a chunk for which blocks in FP8 are converted before it reads them
 
 
 @triton.jit
@@ -251,6 +256,18 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
         return None
 
 
+def _widens(
+    hopper: ModuleType, q: torch.Tensor, k_cache: torch.Tensor, chunks: Sequence[tuple[int, int]]
+) -> bool:
+    """Return whether blocks in FP8 are converted once, for the Hopper kernel."""
+    return (
+        k_cache.dtype == torch.float8_e4m3fn
+        and max(length for length, _ in chunks) >= _LEAST_WIDENED
+        and hopper.has_tiles(q.dtype, *k_cache.shape[2:])
+        and heads_at_once(k_cache, chunks, q.dtype) > 0
+    )
+
+
 def paged_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -265,6 +282,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: KvScales = UNSCALED,
+    chunks: Sequence[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks over their paged context.
 
@@ -281,11 +299,20 @@ def paged_prefill(
     if max_query_len == 0 or sequences == 0:
         return out
     hopper = _hopper_kernel(q.device)
+    lengths = (cu_query_lens, seq_lens, max_query_len)
     if hopper is not None and hopper.is_supported(q, k_cache, v_cache):
         hopper.hopper_prefill(
-            q, k_cache, v_cache, block_tables, cu_query_lens, seq_lens, max_query_len, scale, out,
-            window, soft_cap, sinks,
-        )  # fmt: skip
+            q, k_cache, v_cache, block_tables, *lengths, scale, out, window, soft_cap, sinks
+        )
+        return out
+    if hopper is not None and chunks is not None and _widens(hopper, q, k_cache, chunks):
+        paged = (k_cache, v_cache, block_tables, cu_query_lens, seq_lens)
+        for part in widened(*paged, chunks, q.dtype, kv_scales.values, window):
+            own = part.queries(heads)
+            hopper.hopper_prefill(
+                q[:, own], part.keys, part.values, part.tables, *lengths, scale * kv_scales.keys,
+                out[:, own], window, soft_cap, None if sinks is None else sinks[own],
+            )  # fmt: skip
         return out
     dim_pad = next_power_of_2(dim)
     converts = k_cache.dtype != q.dtype

@@ -335,14 +335,20 @@ def _hopper_prefill_kernel(
 
 def is_supported(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> bool:
     """Return whether the kernel takes these dtypes, shapes and strides."""
-    block_size, dim = k_cache.shape[2:]
     return (
-        q.dtype in (torch.bfloat16, torch.float16)
-        and k_cache.dtype == v_cache.dtype == q.dtype
+        k_cache.dtype == v_cache.dtype == q.dtype
+        and has_tiles(q.dtype, *k_cache.shape[2:])
+        and all(map(is_matrix, (k_cache, v_cache)))
+    )
+
+
+def has_tiles(dtype: torch.dtype, block_size: int, dim: int) -> bool:
+    """Return whether the kernel takes contiguous blocks of some tokens and numbers of a head."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
         and dim in TILES
         and block_size >= 16
         and block_size & (block_size - 1) == 0
-        and all(map(is_matrix, (k_cache, v_cache)))
     )
 
 

@@ -9,6 +9,7 @@ depends on where a chunk begins.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -162,6 +163,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: KvScales = UNSCALED,
+    chunks: Sequence[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`.
 

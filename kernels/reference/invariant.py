@@ -6,6 +6,7 @@ a fixed number of rows, padded with zeros, and attention is computed for one que
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -99,6 +100,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: KvScales = UNSCALED,
+    chunks: Sequence[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Return causal attention of packed query chunks; see `pagewire.kernels.PagedPrefill`."""
     out = torch.empty_like(q) if out is None else out

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
@@ -22,6 +24,7 @@ def paged_prefill(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     kv_scales: KvScales = UNSCALED,
+    chunks: Sequence[tuple[int, int]] | None = None,
 ) -> torch.Tensor:
     """Return causal attention of packed query chunks over their paged context.
 

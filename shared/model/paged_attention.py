@@ -53,6 +53,7 @@ def attend(
             batch.max_query_len,
             scale,
             out=out,
+            chunks=batch.chunks,
             **options,
         )
     if tables is not None and seq_lens is not None:

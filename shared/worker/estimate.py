@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pagewire.kernels import load_ops
+from pagewire.kernels import fp8_numbers, load_ops
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.engine.choices import choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
@@ -17,6 +17,7 @@ from pagewire.shared.engine.execution.scoring import TILE_ROWS
 from pagewire.shared.engine.loading import choose_dtype
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.kv.kv_layout import KvLayout
+from pagewire.shared.model.config import FP8_KV
 from pagewire.shared.model.experts_config import MoeConfig
 from pagewire.shared.model.layers.int4 import dequantised_bytes
 from pagewire.shared.model.loader import build_model
@@ -84,6 +85,8 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype, ranks)
     activations += _dequantised_bytes(stored, dtype)
+    if layout.dtype == FP8_KV:
+        activations += fp8_numbers.WORKSPACE_BYTES
     weights = sum(each.nbytes for each in stored)
     trial = trial_blocks(settings.max_num_batched_tokens, layout) * layout.block_bytes
     staging = staging_bytes(settings, layout, total)

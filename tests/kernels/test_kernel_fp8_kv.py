@@ -10,8 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import load_ops
+from pagewire.kernels import _widened_kv, load_ops
 from pagewire.kernels import paged_decode as decode_module
+from pagewire.kernels._widened_kv import heads_at_once, widened
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
@@ -134,8 +135,12 @@ def test_large_shapes(dim, q_dtype, kernels, reference, assert_close):
     x = replace(decode_case(lengths, 16, 4), **options).build("cuda", q_dtype)
     assert_close(_decode(x, kernels), _decode(x, reference))
     case = PagedCase((1, 700, 129, 64), (900, 700, 9000, 64), 16, 4)
-    x = replace(case, **options).build("cuda", q_dtype)
-    assert_close(_prefill(x, kernels), _prefill(x, reference))
+    chunks = tuple(zip(case.query_lens, case.seq_lens, strict=True))
+    for more in ({}, {"window": 600}, {"soft_cap": 2.0, "has_sinks": True}):
+        x = replace(case, **options, **more).build("cuda", q_dtype)
+        expected = _prefill(x, reference)
+        assert_close(_prefill(x, kernels), expected)
+        assert_close(_prefill(x, kernels, chunks=chunks), expected)
 
 
 def _write(ops, device, dtype, rotated=32, normed=False):
@@ -204,3 +209,36 @@ def test_reference_writes_what_torch_rounds(reference):
     expected = torch.tensor([0.0, 1.0, 1.125, 448.0, 448.0, -448.0, 0.0, torch.nan])
     assert torch.equal(keys.nan_to_num(7), expected.nan_to_num(7))
     assert of_values[4] == 256 and of_values[3] == 224
+
+
+WIDENED = {
+    "two-sequences": PagedCase((17, 33), (40, 128), 6, 2, 32),
+    "none-and-one": PagedCase((0, 5), (20, 5), 4, 4, 64),
+    "block-32": PagedCase((130,), (300,), 4, 2, 64, 32),
+}
+
+
+@pytest.mark.parametrize("heads", [1, 8], ids=["a-head-at-a-time", "all-heads"])
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("case", WIDENED.values(), ids=WIDENED)
+def test_widened_blocks_are_what_numbers_stand_for(
+    case, window, heads, device, reference, assert_close, monkeypatch
+):
+    """Blocks that no query sees are left out."""
+    x = replace(case, kv_scales=SCALES, window=window).build(device, torch.float16)
+    lengths = (x.cu_query_lens, x.seq_lens, x.max_query_len)
+    chunks = list(zip(x.cu_query_lens.diff().tolist(), x.seq_lens.tolist(), strict=True))
+    head_bytes = sum(-(-context // x.k_cache.shape[2]) for _, context in chunks) * 4
+    head_bytes *= x.k_cache[0, 0].numel()
+    monkeypatch.setattr(_widened_kv, "WORKSPACE_BYTES", heads * head_bytes + 100)
+    actual, at_once = torch.empty_like(x.q), min(heads, case.kv_heads)
+    assert heads_at_once(x.k_cache, chunks, x.q.dtype) == at_once
+    caches = (x.k_cache, x.v_cache, x.block_tables, *lengths[:2])
+    for part in widened(*caches, chunks, x.q.dtype, SCALES.values, window):
+        assert part.keys.shape[1] == at_once
+        own = part.queries(x.q.shape[1])
+        part.tables.clamp_(0, len(part.keys) - 1)  # torch reads what no query sees
+        parts = (x.q[:, own], part.keys.nan_to_num(), part.values.nan_to_num(), part.tables)
+        factor = x.scale * SCALES.keys
+        actual[:, own] = reference.paged_prefill(*parts, *lengths, factor, window=window)
+    assert_close(actual, _prefill(x, reference))

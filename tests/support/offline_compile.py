@@ -31,6 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
 from pagewire.kernels import OP_NAMES, Ops, load_ops
+from pagewire.kernels._widened_kv import widened
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.bench.inputs import (
@@ -192,6 +193,10 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         options = [x.options.get(name) for name in ("window", "soft_cap", "sinks")]
         options.append(case.kv_scales or UNSCALED)
         yield "paged_prefill", ops.paged_prefill, [*context, *lengths, x.scale, None, *options]
+        if case.kv_scales is not None:
+            chunks = list(zip(case.query_lens, case.seq_lens, strict=True))
+            copies = [*context[1:], *lengths[:2], chunks, dtype, case.kv_scales.values, case.window]
+            yield "paged_prefill", lambda *args: list(widened(*args)), copies
     for chunks in (None, (40, 40)):
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
         context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]
@@ -248,8 +253,9 @@ def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
 
     chosen = torch.zeros(300, 8, dtype=torch.int32)
     for rows, columns in ((1, None), (128, 128)):
-        own = weights(1000, 4096, block=(rows, columns or 4096))  # too odd for cuBLAS
-        for count in (2, 300):
+        odd = weights(1000, 4096, block=(rows, columns or 4096))  # for cuBLAS and for few rows
+        even = weights(1024, 4096, block=(rows, columns or 4096))
+        for count, own in ((2, odd), (300, odd), (2, even), (64, even)):
             yield "fp8_linear", ops.fp8_linear, [torch.empty(count, 4096, dtype=dtype), own]
         first = weights(16, 2048, 1024, block=(rows, columns or 1024))
         second = weights(16, 1024, 1024, block=(rows, columns or 1024))

@@ -149,7 +149,8 @@ def test_a_kv_cache_in_fp8_holds_twice_as_much(tmp_path: Path) -> None:
     assert (plain["kv_dtype"], small["kv_dtype"]) == ("bfloat16", "float8_e4m3fn")
     assert (small["dtype"], small["weights"]) == ("bfloat16", plain["weights"])
     assert 2 * small["kv_bytes_per_token"] == plain["kv_bytes_per_token"]
-    assert 2 <= small["kv_tokens"] / plain["kv_tokens"] < 2.05
+    # A little is for copies that long chunks read.
+    assert 1.98 <= small["kv_tokens"] / plain["kv_tokens"] < 2.05
     assert "bytes a token, float8_e4m3fn" in _run(name, *in_fp8).stdout
 
 
