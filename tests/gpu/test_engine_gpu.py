@@ -14,11 +14,12 @@ import torch
 import triton
 from transformers import LlamaConfig
 
-from pagewire import LLM, SamplingParams
+from pagewire import LLM, AsyncLLM, SamplingParams
 from pagewire.loadtest.bench.shapes import LLAMA_8B
 from pagewire.shared.costs.step_work import NOTHING, StepWork
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.settings.config import EngineSettings, load_settings
+from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.float32_reference import (
     compare_with_float32,
     random_prompts,
@@ -226,3 +227,23 @@ def test_log_probabilities_do_not_depend_on_the_batch(
     # The other model's windows free enough blocks for both answers.
     assert ("preempted" in found) is (name == "demo")
     assert not {name: each for name, each in found.items() if each.positions}
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_model_stays_on_the_gpu_that_was_current_when_it_was_made() -> None:
+    prompt, params = "Lambda expressions", SamplingParams(max_tokens=8, temperature=0)
+    with torch.cuda.device(1):
+        llm = LLM("demo", **POOL)
+        expected = llm.generate([prompt], params)[0].token_ids
+    assert llm.engine.runner.kv_pool.device == torch.device("cuda", 1)
+    assert llm.generate([prompt], params)[0].token_ids == expected
+    assert torch.cuda.current_device() == 0
+
+    async def answer() -> list[int]:
+        with torch.cuda.device(1):
+            model = AsyncLLM("demo", **POOL)
+        async with model:
+            *_, last = [output async for output in model.generate(prompt, params)]
+        return list(last.token_ids)
+
+    assert run_async(answer(), 200) == list(expected)

@@ -17,6 +17,8 @@ from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, Self, Unpack
 
+import torch
+
 from pagewire.shared.base.errors import InvalidRequestError, PagewireError, RequestFailedError
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.chats import ChatArguments
@@ -66,6 +68,9 @@ class AsyncLLM(OfflineModel):
         super().__init__(model, **settings)
         self._by_answer = _Requests(self.engine.config.eos_token_ids)
         self._thread = EngineThread(self.engine.core, self._by_answer.deliver)
+        device = self.engine.runner.kv_pool.device
+        if device.type == "cuda":  # a thread's current GPU is the first one
+            self._thread.submit(lambda _core: torch.cuda.set_device(device))
         self._thread.start()
         self._open: set[_Request] = set()
         # Also when the object is collected, or the program ends without `close`.

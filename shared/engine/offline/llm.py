@@ -8,7 +8,10 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from typing import Any, Unpack
+
+import torch
 
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.engine.offline.beam_search import (
@@ -271,7 +274,9 @@ class LLM(OfflineModel):
 
     def _step(self) -> StepOutputs:
         """Run a step, and give the answers of all calls their tokens."""
-        with held_interrupt():
+        device = self.engine.runner.kv_pool.device
+        on_gpu = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+        with held_interrupt(), on_gpu:
             return self._uninterrupted_step()
 
     def _uninterrupted_step(self) -> StepOutputs:
