@@ -161,7 +161,9 @@ def _write(ops, device, dtype, rotated=32, normed=False):
     norms = (norm, norm, 1e-5) if normed else ()
     caches = (cache[:, 0], cache[:, 1])
     ops.rotary_and_cache(positions, q, k, v, cos_sin, *caches, slots, *norms, kv_scales=SCALES)
-    return cache.cpu().view(torch.uint8)
+    in_bytes = cache.cpu().view(torch.uint8)
+    # NaN has either sign: a CPU's NaN in bfloat16 is a negative one.
+    return torch.where(in_bytes & 0x7F == 0x7F, 0x7F, in_bytes)
 
 
 def _steps(cache):
