@@ -12,7 +12,8 @@ import triton.language as tl
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 from pagewire.kernels.fp8_numbers import LARGEST, LEAST_SCALE
 
-_MOST_AT_ONCE = 4096  # inputs of a token that a program quantises at a time
+_MOST_AT_ONCE = 16384  # inputs of a token that a program quantises at a time
+_A_WARP = 512  # of these
 
 
 class Quantised(NamedTuple):
@@ -27,6 +28,13 @@ class Quantised(NamedTuple):
     scale: torch.Tensor
 
 
+@triton.jit
+def _store_quantised(x, scale, target, mask, LARGEST: tl.constexpr):
+    x = tl.div_rn(x.to(tl.float32), scale)
+    x = tl.clamp(x, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(target, x.to(target.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["x_stride"])
 def _quantise_kernel(
     x_ptr,  # [rows, ins]
@@ -39,6 +47,7 @@ def _quantise_kernel(
     GIVEN_STEP: tl.constexpr,  # from one row's given scale to the next; -1 if none is given
     LARGEST: tl.constexpr,
     LEAST_SCALE: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # whether a group has at most BLOCK columns
     BLOCK: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
@@ -47,31 +56,29 @@ def _quantise_kernel(
     group = tl.program_id(1)
     start = group * columns
     end = tl.minimum(start + columns, ins)
-    offsets = tl.arange(0, BLOCK)
+    place = start + tl.arange(0, BLOCK)
+    source, target = x_ptr + row * x_stride, numbers_ptr + row * ins
+    x = tl.load(source + place, mask=place < end, other=0.0)
     if GIVEN_STEP >= 0:
         scale = tl.load(given_ptr + row * GIVEN_STEP)
     else:
-        largest = tl.zeros([BLOCK], dtype=tl.float32)
-        for first in range(start, end, BLOCK):
-            place = first + offsets
-            x = tl.load(x_ptr + row * x_stride + place, mask=place < end, other=0.0)
-            largest = tl.maximum(
-                largest, tl.abs(x.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
-            )
+        largest = tl.abs(x.to(tl.float32))
+        if not IS_WHOLE:
+            for first in range(BLOCK, columns, BLOCK):
+                more = tl.load(source + first + place, mask=first + place < end, other=0.0)
+                largest = tl.maximum(
+                    largest, tl.abs(more.to(tl.float32)), propagate_nan=tl.PropagateNan.ALL
+                )
         # NaN in a row must not become a number.
         most = tl.max(largest, 0)
         most = tl.where(tl.sum((largest != largest).to(tl.int32), 0) > 0, float("nan"), most)
         scale = tl.maximum(tl.div_rn(most, LARGEST), LEAST_SCALE, propagate_nan=tl.PropagateNan.ALL)
     tl.store(scale_ptr + row * tl.num_programs(1) + group, scale)
-    for first in range(start, end, BLOCK):
-        place = first + offsets
-        x = tl.load(x_ptr + row * x_stride + place, mask=place < end, other=0.0).to(tl.float32)
-        x = tl.clamp(tl.div_rn(x, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(
-            numbers_ptr + row * ins + place,
-            x.to(numbers_ptr.dtype.element_ty),
-            mask=place < end,
-        )
+    _store_quantised(x, scale, target + place, place < end, LARGEST)
+    if not IS_WHOLE:
+        for first in range(BLOCK, columns, BLOCK):
+            more = tl.load(source + first + place, mask=first + place < end, other=0.0)
+            _store_quantised(more, scale, target + first + place, first + place < end, LARGEST)
 
 
 def quantise(x: torch.Tensor, columns: int, input_scale: torch.Tensor | None) -> Quantised:
@@ -87,6 +94,7 @@ def quantise(x: torch.Tensor, columns: int, input_scale: torch.Tensor | None) ->
     groups = triton.cdiv(ins, columns)
     numbers = torch.empty((rows, ins), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty((rows, groups), dtype=torch.float32, device=x.device)
+    block = min(next_power_of_2(columns), _MOST_AT_ONCE)
     if rows:
         _quantise_kernel[(rows, groups)](
             x,
@@ -99,8 +107,9 @@ def quantise(x: torch.Tensor, columns: int, input_scale: torch.Tensor | None) ->
             GIVEN_STEP=-1 if input_scale is None else int(input_scale.numel() > 1),
             LARGEST=LARGEST,
             LEAST_SCALE=LEAST_SCALE,
-            BLOCK=min(next_power_of_2(columns), _MOST_AT_ONCE),
-            num_warps=4,
+            IS_WHOLE=columns <= block,
+            BLOCK=block,
+            num_warps=min(max(block // _A_WARP, 1), 16),
             **overlap_options(x.device, rows),
         )
     return Quantised(numbers, scale)
