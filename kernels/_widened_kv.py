@@ -48,7 +48,6 @@ def _widen_kernel(
     tables_ptr,
     cu_query_lens_ptr,
     seq_lens_ptr,
-    ends_ptr,  # [B] int32, of each sequence's blocks among all
     keys_ptr,  # [blocks, heads, BS, D] contiguous
     values_ptr,
     new_tables_ptr,
@@ -63,7 +62,6 @@ def _widen_kernel(
     v_stride_token,
     tables_stride,
     new_tables_stride,
-    HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
@@ -77,23 +75,25 @@ def _widen_kernel(
     is_seen = (window == 0) | ((number + 1) * BLOCK_SIZE > seq_len - query_len - window + 1)
     if (number >= blocks) | (not is_seen):
         return
-    place = tl.load(ends_ptr + sequence) - blocks + number
-    tl.store(new_tables_ptr + sequence * new_tables_stride + number, place)
+    place = number
+    for other in range(sequence):
+        place += tl.cdiv(tl.load(seq_lens_ptr + other), BLOCK_SIZE)
+    head = tl.program_id(2)
+    if head == 0:
+        tl.store(new_tables_ptr + sequence * new_tables_stride + number, place)
     block = tl.load(tables_ptr + sequence.to(tl.int64) * tables_stride + number).to(tl.int64)
     tokens = tl.arange(0, BLOCK_SIZE)[:, None]
     dims = tl.arange(0, DIM_PAD)[None, :]
     mask = (dims < DIM) & (tokens >= 0)
-    for head in range(HEADS):
-        k_head, v_head = (first_head + head) * k_stride_head, (first_head + head) * v_stride_head
-        k_rows = k_ptr + block * k_stride_block + k_head + tokens * k_stride_token
-        v_rows = v_ptr + block * v_stride_block + v_head + tokens * v_stride_token
-        key = tl.load(k_rows + dims, mask=mask, other=0.0)
-        value = tl.load(v_rows + dims, mask=mask, other=0.0)
-        rows = ((place.to(tl.int64) * HEADS + head) * BLOCK_SIZE + tokens) * DIM
-        dtype: tl.constexpr = keys_ptr.dtype.element_ty
-        tl.store(keys_ptr + rows + dims, key.to(dtype), mask=mask)
-        value = value.to(tl.float32) * v_scale
-        tl.store(values_ptr + rows + dims, value.to(dtype), mask=mask)
+    k_head, v_head = (first_head + head) * k_stride_head, (first_head + head) * v_stride_head
+    k_rows = k_ptr + block * k_stride_block + k_head + tokens * k_stride_token
+    v_rows = v_ptr + block * v_stride_block + v_head + tokens * v_stride_token
+    key = tl.load(k_rows + dims, mask=mask, other=0.0)
+    value = tl.load(v_rows + dims, mask=mask, other=0.0).to(tl.float32) * v_scale
+    rows = ((place.to(tl.int64) * tl.num_programs(2) + head) * BLOCK_SIZE + tokens) * DIM
+    dtype: tl.constexpr = keys_ptr.dtype.element_ty
+    tl.store(keys_ptr + rows + dims, key.to(dtype), mask=mask)
+    tl.store(values_ptr + rows + dims, value.to(dtype), mask=mask)
 
 
 def heads_at_once(
@@ -147,16 +147,14 @@ def widened(
     most = WORKSPACE_BYTES // (2 * at_once * block_size * dim * dtype.itemsize)
     shape, device = (most, at_once, block_size, dim), k_cache.device
     keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    ends = ((seq_lens + block_size - 1) // block_size).cumsum(0, dtype=torch.int32)
     tables = torch.empty((len(chunks), max(lengths)), dtype=torch.int32, device=device)
     for first in range(0, heads, at_once):
-        _widen_kernel[(max(lengths), len(chunks))](
+        _widen_kernel[(max(lengths), len(chunks), at_once)](
             k_cache,
             v_cache,
             block_tables,
             cu_query_lens,
             seq_lens,
-            ends,
             keys,
             values,
             tables,
@@ -167,10 +165,9 @@ def widened(
             *v_cache.stride()[:3],
             block_tables.stride(0),
             tables.stride(0),
-            HEADS=at_once,
             BLOCK_SIZE=block_size,
             DIM=dim,
             DIM_PAD=next_power_of_2(dim),
-            num_warps=4,
+            num_warps=1,
         )
         yield Widened(first, heads, keys, values, tables)
