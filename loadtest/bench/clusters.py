@@ -130,21 +130,23 @@ def vllm_environment(folder: Path | None, *, pair: bool) -> dict[str, str] | Non
 
 
 @contextmanager
-def running_vllm_pair(
+def running_vllm(
     model: Path,
     environment: dict[str, str],
     logs: Path,
     *,
+    gpus_each: int,
     linked: bool,
     max_num_seqs: int,
     api_servers: int,
 ) -> Iterator[list[str]]:
-    """Start a vLLM server on each of two GPUs; yield their URLs.
+    """Start vLLM on two GPUs, a server on each or one on both; yield the URLs.
 
     Args:
         model: the model's directory.
         environment: see `vllm_environment`.
         logs: folder for their output.
+        gpus_each: of a server.
         linked: whether they can send KV to each other.
         max_num_seqs: number of sequences that a server runs at once.
         api_servers: number of processes of a server that take requests.
@@ -154,19 +156,20 @@ def running_vllm_pair(
     """
     with contextlib.ExitStack() as stack:
         started = []
-        for gpu in range(2):
+        for gpu in range(0, 2, gpus_each):
             port = late_port()
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
             command += ["--served-model-name", "m", "--port", str(port)]
             command += ["--api-server-count", str(api_servers)]
             command += ["--load-format", "dummy", "--max-model-len", str(MAX_MODEL_LEN)]
+            command += ["--tensor-parallel-size", str(gpus_each)]
             command += ["--max-num-seqs", str(max_num_seqs), "--gpu-memory-utilization", "0.8"]
             command += ["--no-enable-prefix-caching"]
             if linked:
                 command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
             env = {
                 **environment,
-                "CUDA_VISIBLE_DEVICES": str(gpu),
+                "CUDA_VISIBLE_DEVICES": ",".join(str(gpu + n) for n in range(gpus_each)),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",

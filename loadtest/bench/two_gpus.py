@@ -29,7 +29,7 @@ from pagewire.loadtest.bench.clusters import (
     Topology,
     run_bench,
     running_cluster,
-    running_vllm_pair,
+    running_vllm,
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
@@ -92,6 +92,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
                     note(f"{label}, with objective", [_with_objective(args, urls, load)])
 
     options = ("--kv-transport", args.kv_transport, "--max-num-seqs", str(args.max_num_seqs))
+    options += ("--tensor-parallel-size", str(args.tensor_parallel_size))
     if "handover" in args.phases:
         label = f"1P1D by {args.kv_transport}, 1 aggregated"
         note(label, handover(model, args.budget, logs, options))
@@ -114,22 +115,24 @@ def _with_objective(args: argparse.Namespace, urls: list[str], load: OpenLoad) -
 def _measure_vllm(
     args: argparse.Namespace, model: Path, logs: Path, ask: Callable[..., None]
 ) -> None:
-    linked = vllm_environment(args.vllm, pair=True) is not None
+    is_pair = args.tensor_parallel_size == 1
+    linked = is_pair and vllm_environment(args.vllm, pair=True) is not None
     environment = vllm_environment(args.vllm, pair=False)
     if environment is None:
         print("vLLM cannot be imported: no peer", file=sys.stderr)
         return
     for api_servers in args.vllm_api_servers:
         more = "" if api_servers == 1 else f", {api_servers} API servers each"
-        with running_vllm_pair(
+        with running_vllm(
             model,
             environment,
             logs,
+            gpus_each=args.tensor_parallel_size,
             linked=linked,
             max_num_seqs=args.max_num_seqs,
             api_servers=api_servers,
         ) as urls:
-            ask(f"vLLM, 2 aggregated{more}", urls)
+            ask(f"vLLM, {len(urls)} aggregated{more}", urls)
             if linked:
                 ask(f"vLLM, 1P1D{more}", urls[1:], urls[0])
 
@@ -147,6 +150,7 @@ def main() -> int:
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of each crowd")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences of a worker")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="GPUs of each worker")
     parser.add_argument("--kv-transport", default="auto", choices=get_args(KvTransport))
     parser.add_argument("--logs", type=Path, help="folder to keep the servers' logs in")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
