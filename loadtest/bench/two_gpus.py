@@ -91,7 +91,8 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
                 if predicted:
                     note(f"{label}, with objective", [_with_objective(args, urls, load)])
 
-    options = ("--kv-transport", args.kv_transport, "--max-num-seqs", str(args.max_num_seqs))
+    options: tuple[str, ...] = ("--kv-transport", args.kv_transport)
+    options += ("--max-num-seqs", str(args.max_num_seqs))
     options += ("--tensor-parallel-size", str(args.tensor_parallel_size))
     if "handover" in args.phases:
         label = f"1P1D by {args.kv_transport}, 1 aggregated"
