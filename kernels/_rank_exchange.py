@@ -102,6 +102,18 @@ def exchange(
 
 
 @triton.jit
+def add_up(x, lanes, mask, number, rank, own, COUNT: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Return the sum of this rank's values and of those received in a round, in their dtype."""
+    total = x.to(tl.float32)
+    for source in tl.static_range(COUNT):
+        part_ptr = receive_buffer(own, x.dtype, number, source, COUNT, PROGRAMS)
+        received = tl.load(part_ptr + lanes, mask=mask & (source != rank), other=0.0)
+        part = tl.where(source == rank, x, received).to(tl.float32)
+        total = part if source == 0 else total + part
+    return total.to(x.dtype)
+
+
+@triton.jit
 def meet(
     number,
     theirs,

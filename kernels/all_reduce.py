@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import await_predecessor, overlap_options
-from pagewire.kernels._rank_exchange import exchange, flags_of, meet, receive_buffer
+from pagewire.kernels._rank_exchange import add_up, exchange, flags_of, meet, receive_buffer
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.rank_memory import RankMemory, part_bytes
 
@@ -24,18 +24,6 @@ LEAST_BLOCK = 1024  # values
 _UNIT = 16
 _VALUES_A_THREAD = 8  # unless there are too many
 _MOST_WARPS = 16
-
-
-@triton.jit
-def _sum(x, lanes, mask, number, rank, own, COUNT: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Return the sum of this rank's values and of those that it has received in a round."""
-    total = x.to(tl.float32)
-    for source in tl.static_range(COUNT):
-        part_ptr = receive_buffer(own, x.dtype, number, source, COUNT, PROGRAMS)
-        received = tl.load(part_ptr + lanes, mask=mask & (source != rank), other=0.0)
-        part = tl.where(source == rank, x, received).to(tl.float32)
-        total = part if source == 0 else total + part
-    return total.to(x.dtype)
 
 
 @triton.jit(do_not_specialize=["rank", "units"])
@@ -80,7 +68,7 @@ def _all_reduce_kernel(
             THREADS,
             ON_GPU,
         )
-        total = _sum(x, lanes, mask, number, rank, own, COUNT, PROGRAMS)
+        total = add_up(x, lanes, mask, number, rank, own, COUNT, PROGRAMS)
         tl.store(x_ptr + start + lanes, total, mask=mask)
     tl.store(state_ptr + 1 + program, number)
 
@@ -122,7 +110,7 @@ def _two_shot_kernel(
         places = start + rank * BLOCK + lanes
         mask = places < size
         x = tl.load(x_ptr + places, mask=mask, other=0.0)
-        total = _sum(x, lanes, mask, number, rank, own, COUNT, PROGRAMS)
+        total = add_up(x, lanes, mask, number, rank, own, COUNT, PROGRAMS)
         number = exchange(
             total,
             lanes,

@@ -15,6 +15,18 @@ from pagewire.kernels._launch import (
 
 
 @triton.jit
+def normed(wide, weight, eps, dtype: tl.constexpr, ROUNDS: tl.constexpr, HIDDEN: tl.constexpr):
+    """Return a row divided by its root mean square, times the weight; both in float32.
+
+    If `ROUNDS`, the row is rounded to `dtype` before it is multiplied.
+    """
+    scaled = wide * tl.rsqrt(tl.sum(wide * wide, axis=0) / HIDDEN + eps)
+    if ROUNDS:
+        scaled = scaled.to(dtype).to(tl.float32)
+    return (scaled * weight).to(dtype)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x_ptr,
     residual_ptr,
@@ -41,11 +53,8 @@ def _rms_norm_kernel(
         summed = (wide + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_out_ptr + row * HIDDEN + cols, summed, mask=mask)
         wide = summed.to(tl.float32)
-    variance = tl.sum(wide * wide, axis=0) / HIDDEN
-    normed = wide * tl.rsqrt(variance + eps)
-    if weight_ptr.dtype.element_ty == x.dtype:
-        normed = normed.to(x.dtype).to(tl.float32)
-    tl.store(out_ptr + row * HIDDEN + cols, (normed * weight).to(x.dtype), mask=mask)
+    out = normed(wide, weight, eps, x.dtype, weight_ptr.dtype.element_ty == x.dtype, HIDDEN)
+    tl.store(out_ptr + row * HIDDEN + cols, out, mask=mask)
 
 
 def rms_norm(

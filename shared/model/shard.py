@@ -32,6 +32,21 @@ class Communicator(Protocol):
         """
         ...
 
+    def reduce_norm(
+        self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor] | None:
+        """Return what `RmsNorm` returns of the sum over the ranks, if there is a kernel for both.
+
+        None, on all ranks: there is none for these sizes, and nothing has been exchanged.
+
+        Args:
+            x: see `reduce`.
+            weight: see `RmsNorm`, as the following ones.
+            eps: see there.
+            residual: see there; the same on each rank.
+        """
+        ...
+
     def gather(self, x: Tensor) -> Tensor:
         """Return `[N, sum of n]` of each rank's `[N, n]`, in the order of the ranks."""
         ...

@@ -33,7 +33,11 @@ def calls_of(count, dtype):
     added = [sums(seed, size, name) for seed, size in enumerate(SIZES)]
     joined = [Call(100 + rows, name, rows, JOINED[count]) for rows in (1, 3)]
     two_shot = [Call(200, name, 1, (size,), 0) for size in (5, 3000, 4 * 7 * 1024 + 5)]
-    return [*added, *joined, *two_shot, *added[:2], Call(7, name, 3, (600,))]
+    normed = [
+        Call(300 + rows, name, rows, (width,), norm=norm)
+        for rows, width, norm in ((1, 600, "alone"), (PROGRAMS, 1024, "residual"))
+    ]
+    return [*added, *joined, *two_shot, *normed, *added[:2], Call(7, name, 3, (600,))]
 
 
 @pytest.mark.parametrize("count", [2, 4])

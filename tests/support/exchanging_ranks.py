@@ -19,24 +19,33 @@ import torch
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import ONE_SHOT_BYTES, all_reduce
 from pagewire.kernels.rank_memory import RankMemory, buffer_bytes, make_rank_memory
+from pagewire.kernels.reduce_norm import reduce_norm, reduces_and_norms
 from pagewire.kernels.reference.all_gather import all_gather as reference_gather
 from pagewire.kernels.reference.all_reduce import all_reduce as reference_reduce
+from pagewire.kernels.reference.rms_norm import rms_norm
 from pagewire.tests.support.child_process import remote
 from pagewire.tests.support.interpreter import keep_look_ups
 
 PAGE = mmap.PAGESIZE
 WAIT_S = 100.0
 GPU_S = 20.0
+_EPS = 1e-5
 
 
 class Call(NamedTuple):
-    """One operation of all ranks: a sum of `[rows, width]`, or joined columns."""
+    """One operation of all ranks: a sum of `[rows, width]`, or joined columns.
+
+    Attributes:
+        widths: one: a sum.
+        norm: "none", or "alone" or "residual": the sum is normalised, without or with a residual.
+    """
 
     seed: int
     dtype: str
     rows: int
-    widths: tuple[int, ...]  # one: a sum
+    widths: tuple[int, ...]
     one_shot_bytes: int = ONE_SHOT_BYTES
+    norm: str = "none"
 
     def parts(self, count: int) -> list[torch.Tensor]:
         """Return the values of all ranks, on the CPU; magnitudes differ, so that order counts."""
@@ -51,12 +60,37 @@ class Call(NamedTuple):
 
     def expected(self, count: int) -> torch.Tensor:
         parts = self.parts(count)
+        if self.norm != "none":
+            weight, residual = self._norm_inputs(torch.device("cpu"))
+            return torch.stack(rms_norm(reference_reduce(parts), weight, _EPS, residual))
         return reference_reduce(parts) if len(self.widths) == 1 else reference_gather(parts)
 
     def run(self, x: torch.Tensor, memory: RankMemory) -> torch.Tensor:
+        if self.norm != "none":
+            assert reduces_and_norms(x, memory)
+            weight, residual = self._norm_inputs(x.device)
+            return torch.stack(reduce_norm(x, weight, _EPS, residual, memory))
         if len(self.widths) == 1:
             return all_reduce(x, memory, self.one_shot_bytes)
         return all_gather(x, Columns.of(self.widths, x.device), memory)
+
+    def is_right(self, found: torch.Tensor, count: int) -> bool:
+        """Whether all sums have the reference's bits, and what is normalised is close to it."""
+        expected = self.expected(count)
+        if self.norm == "none":
+            return torch.equal(found, expected)
+        tolerance = 4 * torch.finfo(found.dtype).eps
+        is_close = torch.allclose(found[0], expected[0], rtol=tolerance, atol=tolerance)
+        return is_close and torch.equal(found[1], expected[1])
+
+    def _norm_inputs(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor | None]:
+        dtype, [width] = getattr(torch, self.dtype), self.widths
+        weight = torch.linspace(0.5, 1.5, width, dtype=dtype).to(device)
+        if self.norm == "alone":
+            return weight, None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        residual = torch.randn(self.rows, 2 * width, generator=generator).to(device, dtype)
+        return weight, residual[:, width:]
 
 
 class Rank:
@@ -73,7 +107,7 @@ class Rank:
             time.sleep(pause_s)
             x = call.parts(self.memory.num_ranks)[self.memory.rank].to(self.device)
             found = call.run(x, self.memory).cpu()
-            if not torch.equal(found, call.expected(self.memory.num_ranks)):
+            if not call.is_right(found, self.memory.num_ranks):
                 wrong.append(call)
         return wrong
 

@@ -125,6 +125,15 @@ class SocketCommunicator:
             total += part
         return total.to(x.dtype).view(x.shape)
 
+    def reduce_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> None:
+        """Return None: there is no kernel for both."""
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[N, sum of n]` of each rank's `[N, n]`, in the order of the ranks.
 

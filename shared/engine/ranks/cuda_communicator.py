@@ -20,6 +20,7 @@ from msgspec import Meta
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.rank_memory import RankMemory, buffer_bytes, make_rank_memory
+from pagewire.kernels.reduce_norm import reduce_norm, reduces_and_norms
 from pagewire.shared.base.errors import ConfigError, RankError, TransferError
 from pagewire.shared.engine.ranks.communicator import STEP_S, SocketCommunicator
 from pagewire.shared.kv import device_memory
@@ -77,6 +78,14 @@ class CudaCommunicator:
         """
         return all_reduce(x.contiguous(), self.memory)
 
+    def reduce_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what `RmsNorm` returns of the sum over the ranks; None for other sizes."""
+        if not reduces_and_norms(x, self.memory):
+            return None
+        return reduce_norm(x, weight, eps, residual, self.memory)
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[N, sum of n]` of each rank's `[N, n]`, in the order of the ranks.
 
@@ -90,6 +99,13 @@ class CudaCommunicator:
     def rehearse_reduce(self, x: torch.Tensor) -> None:
         """Compile and load the kernel of `reduce(x)`, without the other ranks: `x` stays."""
         all_reduce(x.clone(memory_format=torch.contiguous_format), self._alone)
+
+    def rehearse_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> None:
+        """Compile and load the kernel of `reduce_norm`, without the other ranks."""
+        if reduces_and_norms(x, self._alone):
+            reduce_norm(x, weight, eps, residual, self._alone)
 
     def rehearse_gather(self, x: torch.Tensor) -> None:
         """Compile and load the kernel of `gather(x)`, whose first call this may be.

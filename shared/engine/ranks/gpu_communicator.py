@@ -80,6 +80,16 @@ class GpuCommunicator:
             self._opened.rehearse_reduce(x)
         return x
 
+    def reduce_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return what `RmsNorm` returns of the sum over the ranks; None for some sizes."""
+        if self._joined is not None:
+            return self._joined.reduce_norm(x, weight, eps, residual)
+        if self._opened is not None:
+            self._opened.rehearse_norm(x, weight, eps, residual)
+        return None
+
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the logits `[N, vocab_size]` of each rank's `[N, n]`."""
         if self._joined is not None:

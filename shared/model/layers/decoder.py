@@ -19,7 +19,7 @@ from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
 from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norm import Norm
+from pagewire.shared.model.layers.norm import Norm, RmsNorm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
     PlainTensor,
@@ -68,7 +68,7 @@ class ScaledOutput:
 
 @dataclass(eq=False, slots=True)
 class PreNormLayer:
-    """Attention and feed-forward, each after a normalisation."""
+    """Attention and feed-forward, each after a normalisation, which may add up the ranks' parts."""
 
     input_norm: Norm
     attention: AttentionPart
@@ -260,13 +260,15 @@ class DecoderModel:
         return self.norm(hidden, residual)[0]
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings `[T, hidden]` of tokens `[T]`."""
+        """Return the embeddings `[T, hidden]` of tokens `[T]`, or a part if norms add up."""
         if self.communicator is None:
             return F.embedding(token_ids, self.embed_tokens)
         rows = token_ids - self.tokens.ranges[0][0]
         is_other = (rows < 0) | (rows >= self.tokens.count)
         hidden = F.embedding(rows.masked_fill(is_other, 0), self.embed_tokens)
-        return self.communicator.reduce(hidden.masked_fill_(is_other[:, None], 0.0))
+        hidden.masked_fill_(is_other[:, None], 0.0)
+        is_part = isinstance(self.norm, RmsNorm) and self.norm.communicator is not None
+        return hidden if is_part else self.communicator.reduce(hidden)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

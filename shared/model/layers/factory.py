@@ -87,7 +87,7 @@ class LayerFactory:
         self._ops = ops
         self._max_positions = max_positions
         norms = NormFactory(device, dtype, ops, shard, communicator)
-        self._norm, self._head_norms = norms.make, norms.of_heads
+        self._norms, self._norm, self._head_norms = norms, norms.make, norms.of_heads
         self.methods = MethodFactory(device, dtype, ops, quantization)
 
     def rounded(self, value: float) -> float:
@@ -303,6 +303,9 @@ class LayerFactory:
         mlp_name: str = "mlp",
     ) -> PreNormLayer:
         """Return a layer that normalises before attention and before the feed-forward layer."""
+        if self._norms.can_add_up(config):
+            before, between = (self._norms.of_sum(config) for _ in range(2))
+            return PreNormLayer(before, attention, between, mlp, mlp_name)
         attention, mlp = self._reduced(attention), self._reduced(mlp)
         if config.residual_multiplier != 1.0:
             attention = ScaledOutput(attention, config.residual_multiplier)
@@ -394,12 +397,13 @@ class LayerFactory:
         lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
             lm_head.use(Unquantized(lm_head.shape, embed_tokens, None, self._ops))
+        adds_up = isinstance(layers[-1], PreNormLayer) and self._norms.can_add_up(config)
         model = DecoderModel(
             config,
             embed_tokens,
             tokens,
             layers,
-            self._norm(config),
+            self._norms.of_sum(config) if adds_up else self._norm(config),
             lm_head,
             embedding_multiplier or config.embedding_multiplier,
             self._communicator,

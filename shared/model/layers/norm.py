@@ -21,17 +21,24 @@ class RmsNorm:
         weight: `[hidden]`; float32 if it multiplies in float32.
         eps: added to the mean square.
         plus_one: whether one is added to the checkpoint's weight.
+        communicator: of the ranks, of whose parts x is the sum; None: x is complete.
     """
 
     weight: torch.Tensor
     eps: float
     ops: Ops
     plus_one: bool = False
+    communicator: Communicator | None = None
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the normalised `x + residual` and that sum, both `[T, hidden]`."""
+        if self.communicator is not None:
+            both = self.communicator.reduce_norm(x, self.weight, self.eps, residual)
+            if both is not None:
+                return both
+            x = self.communicator.reduce(x)
         return self.ops.rms_norm(x, self.weight, self.eps, residual)
 
     def targets(self) -> Iterator[NamedTarget]:

@@ -31,6 +31,16 @@ class NormFactory:
     shard: Shard
     communicator: Communicator | None
 
+    def can_add_up(self, config: ModelConfig) -> bool:
+        """Return whether `of_sum` normalises what layers return."""
+        is_plain = config.residual_multiplier == 1.0 and config.norm_style != "centred"
+        return is_plain and self.communicator is not None
+
+    def of_sum(self, config: ModelConfig) -> Norm:
+        """Return a normalisation of the sum of the ranks' rows, if it `can_add_up`."""
+        weight, plus_one = self._weight(config, config.hidden_size), config.norm_style == "plus one"
+        return RmsNorm(weight, config.rms_norm_eps, self.ops, plus_one, self.communicator)
+
     def make(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
         """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
         weight, eps = self._weight(config, size or config.hidden_size), eps or config.rms_norm_eps
