@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,16 @@ from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.bench.case import DTYPE
 from pagewire.kernels.bench.rank_cases import HIDDEN, SIZES, label_of
 from pagewire.kernels.rank_memory import RankMemory, buffer_bytes, make_rank_memory
+from pagewire.kernels.reduce_norm import reduce_norm, reduces_and_norms
 from pagewire.kernels.reference import all_reduce as plain
+from pagewire.kernels.rms_norm import rms_norm
 
-PEERS = ("NCCL us", "torch us")  # torch: one-shot in symmetric memory
+# Torch's sum is one-shot, in symmetric memory. The last one is ours, with residual and RMSNorm.
+MORE = ("NCCL us", "torch us", "with norm us")
 _CALLS = 20  # of a CUDA graph
 _REPLAYS = 10  # of a repetition
 _TIMEOUT_S = 300.0
+_EPS = 1e-5
 _ENVIRONMENT = ("NCCL_NVLS_ENABLE=0", "TORCH_SYMM_MEM_DISABLE_MULTICAST=1")
 
 
@@ -114,10 +119,19 @@ def _row(
     us, spread = _microseconds(lambda: all_reduce(x, memory), repetitions)
     nccl_us, _ = _microseconds(lambda: dist.all_reduce(x), repetitions)
     torch_us, _ = _microseconds(lambda: one_shot(shared, "sum", group.group_name), repetitions)
+    norm_us, _ = _microseconds(_with_norm(x, memory), repetitions)
     row |= {"us": us, "spread %": spread, "rate": size / us / 1e6, "unit": "TB/s"}
     best = min(nccl_us, torch_us)
     row |= {"peer us": best, "of peer": best / us}
-    return row | dict(zip(PEERS, (nccl_us, torch_us), strict=True))
+    return row | dict(zip(MORE, (nccl_us, torch_us, norm_us), strict=True))
+
+
+def _with_norm(x: torch.Tensor, memory: RankMemory) -> Callable[[], object]:
+    """Return a sum of the ranks' `x` that is added to a residual and normalised, as in a model."""
+    weight, residual = torch.ones_like(x[0]), torch.zeros_like(x)
+    if reduces_and_norms(x, memory):
+        return partial(reduce_norm, x, weight, _EPS, residual, memory)
+    return lambda: rms_norm(all_reduce(x, memory), weight, _EPS, residual)
 
 
 def main(arguments: list[str]) -> int:

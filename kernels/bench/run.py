@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> int:
         counts = [count for count in _GPUS if count <= torch.cuda.device_count()]
         for row in (row for count in counts for row in gpus.measure(count, options.repetitions)):
             rows.append(row)
-            print(_line(row), *(f"{name} {row[name]:.3g}" for name in gpus.PEERS if name in row))
+            print(_line(row), *(f"{name} {row[name]:.3g}" for name in gpus.MORE if name in row))
     if ratios := {row["shape"]: row["of peer"] for row in rows if "of peer" in row}:
         least = min(ratios, key=ratios.__getitem__)
         mean = statistics.geometric_mean(ratios.values())
