@@ -68,6 +68,7 @@ BATCH_DEPENDENT = (
     "linear",
     "fp8_linear",
     "head_products",
+    "four_bit_linear",
     "experts",
     "fp8_experts",
     "four_bit_experts",
@@ -149,6 +150,20 @@ class Fp8Linear(Protocol):
         x: torch.Tensor,  # [T, in]
         weights: Fp8Weights,
         quantises_inputs: bool = True,
+        out: torch.Tensor | None = None,  # [T, out] contiguous
+    ) -> torch.Tensor: ...  # [T, out]
+
+
+class FourBitLinear(Protocol):
+    """`x @ weight.T + bias` with weights in four bits, returned in x's dtype.
+
+    The product is that of what the weights stand for, rounded to x's dtype.
+    """
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [T, in]
+        weights: FourBitWeights,  # groups are of neighbours
         out: torch.Tensor | None = None,  # [T, out] contiguous
     ) -> torch.Tensor: ...  # [T, out]
 
@@ -324,6 +339,7 @@ class Ops:
     rms_norm: RmsNorm
     linear: Linear
     fp8_linear: Fp8Linear
+    four_bit_linear: FourBitLinear
     head_products: HeadProducts
     silu_and_mul: GatedActivation
     gelu_and_mul: GatedActivation

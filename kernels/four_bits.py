@@ -9,6 +9,7 @@ if TYPE_CHECKING:
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # followed by the negative ones
 EXPONENT_BIAS = 127
+APART = 16  # inputs between the two numbers of a byte
 
 
 class FourBitWeights(NamedTuple):
@@ -18,8 +19,9 @@ class FourBitWeights(NamedTuple):
     e2m1 and stand for `number * 2 ** (scale - 127)`, as in MXFP4.
 
     Attributes:
-        pairs: `[out, ceil(in / 2)]` uint8, contiguous; the first number of a pair has the lower
-            bits.
+        pairs: `[out, 16 * ceil(in / 32)]` uint8, contiguous: of each 32 inputs, byte i has number i
+            in its lower bits and number i + 16 in its upper ones, so that a kernel multiplies
+            either half with neighbouring inputs. Numbers after the last input are not used.
         scale: `[out, groups]` contiguous, float32 or, of e2m1, uint8.
         ins: number of inputs.
         group: neighbouring inputs that have one scale.
@@ -36,6 +38,11 @@ class FourBitWeights(NamedTuple):
     zeros: torch.Tensor | None = None
     group_of: torch.Tensor | None = None
     bias: torch.Tensor | None = None
+
+    @staticmethod
+    def row_bytes(ins: int) -> int:
+        """Return the bytes of a row of `pairs`."""
+        return -(-ins // (2 * APART)) * APART
 
     def expert(self, number: int) -> FourBitWeights:
         """Return the weights of one of several experts."""

@@ -22,11 +22,12 @@ def expert_cases() -> Iterator[BenchCase]:
             yield from (_experts(tokens, kind, *mixture["shape"]) for tokens in mixture["tokens"])
 
 
-def random_weights(experts: int, outs: int, ins: int, kind: str) -> FourBitWeights:
-    """Return weights `[experts, out, in]` on the GPU, whose products are of magnitude about 1."""
-    group = _GROUPS[kind]
-    pairs = torch.randint(0, 256, (experts, outs, ins // 2), dtype=torch.uint8, device="cuda")
-    scales = (experts, outs, -(-ins // group))
+def random_weights(*shape: int, kind: str) -> FourBitWeights:
+    """Return weights `[..., out, in]` on the GPU, whose products are of magnitude about 1."""
+    group, ins = _GROUPS[kind], shape[-1]
+    size = (*shape[:-1], FourBitWeights.row_bytes(ins))
+    pairs = torch.randint(0, 256, size, dtype=torch.uint8, device="cuda")
+    scales = (*shape[:-1], -(-ins // group))
     if kind == "e2m1":
         exponent = EXPONENT_BIAS - (9 * ins).bit_length() // 2
         scale = torch.full(scales, exponent, dtype=torch.uint8, device="cuda")
@@ -44,8 +45,8 @@ def _experts(
     chosen, weights = best.indices.int(), best.values.softmax(dim=-1)
     distinct = chosen.unique().numel()
     x = torch.randn(tokens, hidden, device="cuda", dtype=DTYPE)
-    gate_up = random_weights(num_experts, 2 * inner, hidden, kind)
-    down = random_weights(num_experts, hidden, inner, kind)
+    gate_up = random_weights(num_experts, 2 * inner, hidden, kind=kind)
+    down = random_weights(num_experts, hidden, inner, kind=kind)
     few = tokens <= _MOST_BOUND_BY_BYTES
     nbytes = hidden * (3 * distinct * inner * _BYTES[kind] + 4 * tokens)
     return BenchCase(

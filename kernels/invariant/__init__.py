@@ -9,7 +9,7 @@ same keys and values whether it was decoded or computed as part of a prompt:
   size, one program takes all that a row sees, and tiles that a row does not see leave its sums as
   they are (`attention.py`);
 - products have one tiling per weight, for any rows, and do not split the inputs (`products.py`);
-- so have products with weights in FP8;
+- so have products with weights in FP8; weights in four bits are dequantised first;
 - experts have one size of tiles; their outputs are added in the order of a token's choices.
 
 The other operations always compute each row independently. `reference/invariant.py` has these in
@@ -22,6 +22,7 @@ from pagewire.kernels.invariant.attention import latent_attention, paged_decode,
 from pagewire.kernels.invariant.products import (
     experts,
     four_bit_experts,
+    four_bit_linear,
     fp8_experts,
     fp8_linear,
     head_products,
@@ -31,6 +32,7 @@ from pagewire.kernels.invariant.products import (
 __all__ = [
     "experts",
     "four_bit_experts",
+    "four_bit_linear",
     "fp8_experts",
     "fp8_linear",
     "head_products",

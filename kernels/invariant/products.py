@@ -17,6 +17,7 @@ import triton.language as tl
 
 from pagewire.kernels import experts as usual_experts
 from pagewire.kernels import four_bit_experts as usual_four_bit_experts
+from pagewire.kernels import four_bit_linear as usual_four_bit_linear
 from pagewire.kernels import fp8_experts as usual_fp8_experts
 from pagewire.kernels import fp8_linear as usual_fp8_linear
 
@@ -139,6 +140,7 @@ def linear(
 
 
 fp8_linear = partial(usual_fp8_linear.fp8_linear, product=linear, tile_rows=_TILE_ROWS)
+four_bit_linear = partial(usual_four_bit_linear.four_bit_linear, product=linear, most_rows=0)
 
 
 def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pagewire.kernels.four_bits import E2M1, EXPONENT_BIAS, FourBitWeights
+from pagewire.kernels.four_bits import APART, E2M1, EXPONENT_BIAS, FourBitWeights
 
 DEQUANTISED_AT_A_TIME = 1 << 24  # numbers, in float32
+
+
+def pack_pairs(numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Write numbers `[..., in]` from 0 to 15 in pairs; see `FourBitWeights`."""
+    padded = F.pad(numbers, (0, -numbers.shape[-1] % (2 * APART)))
+    low, high = padded.unflatten(-1, (-1, 2, APART)).unbind(-2)
+    torch.bitwise_or(low, high << 4, out=out.unflatten(-1, (-1, APART)))
 
 
 def dequantised(weights: FourBitWeights, dtype: torch.dtype) -> torch.Tensor:
@@ -44,11 +51,13 @@ def _rows(weights: FourBitWeights, rows: slice) -> torch.Tensor:
     if weights.zeros is None:
         values = torch.tensor([*E2M1, *(-number for number in E2M1)], device=pairs.device)
         of_byte = torch.stack([values.repeat(16), values.repeat_interleave(16)], dim=1)
-        meant = F.embedding(pairs.int(), of_byte).flatten(1)[:, : weights.ins]
+        blocks = F.embedding(pairs.int(), of_byte).unflatten(1, (-1, APART))
+        meant = blocks.transpose(2, 3).flatten(1)[:, : weights.ins]
         exponents = scale.int().sub_(EXPONENT_BIAS).repeat_interleave(weights.group, 1)
         return torch.ldexp(meant, exponents[:, : weights.ins])
     zeros = weights.zeros[rows]
-    numbers = torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1)[:, : weights.ins]
+    blocks = pairs.unflatten(1, (-1, APART))
+    numbers = torch.stack([blocks & 15, blocks >> 4], dim=2).flatten(1)[:, : weights.ins]
     if weights.group_of is None:
         return scaled(numbers, scale, zeros, weights.group)
     outs = len(weights.pairs)

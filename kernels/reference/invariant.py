@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 from pagewire.kernels.reference import experts as usual_experts
 from pagewire.kernels.reference import four_bit_experts as usual_four_bit_experts
+from pagewire.kernels.reference import four_bit_linear as usual_four_bit_linear
 from pagewire.kernels.reference import fp8_experts as usual_fp8_experts
 from pagewire.kernels.reference import fp8_linear as usual_fp8_linear
 from pagewire.kernels.reference import latent_attention as usual_latent_attention
@@ -68,6 +69,7 @@ def head_products(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 experts = partial(usual_experts.experts, product=linear)
 fp8_linear = partial(usual_fp8_linear.fp8_linear, product=linear)
 fp8_experts = partial(usual_fp8_experts.fp8_experts, product=linear)
+four_bit_linear = partial(usual_four_bit_linear.four_bit_linear, product=linear)
 four_bit_experts = partial(usual_four_bit_experts.four_bit_experts, product=linear)
 
 

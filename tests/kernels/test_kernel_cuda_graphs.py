@@ -118,7 +118,8 @@ def test_experts_in_four_bits_replay_with_another_routing(
     routing = Routing(top_k=2, renormalise=True)
     logits = torch.zeros(tokens, 16, device="cuda", dtype=torch.bfloat16)
     hidden = torch.randn(tokens, 512, device="cuda", dtype=torch.bfloat16)
-    gate_up, down = random_weights(16, 512, 512, kind), random_weights(16, 512, 256, kind)
+    gate_up = random_weights(16, 512, 512, kind=kind)
+    down = random_weights(16, 512, 256, kind=kind)
 
     def run(ops):
         return ops.four_bit_experts(hidden, *ops.route(logits, routing), gate_up, down)

@@ -12,9 +12,8 @@ from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.reference import four_bits
+from pagewire.tests.support.four_bit_weights import E2M1, moved, paired, random_weights
 
-# The OCP Microscaling Formats specification.
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 
 
@@ -49,35 +48,15 @@ def weights(
     shape: Shape, parts: int, outs: int, ins: int, dtype: torch.dtype
 ) -> tuple[FourBitWeights, torch.Tensor]:
     """Return random weights of all experts, and what they stand for, in a dtype."""
-    count, group = shape.experts, shape.group
-    codes = torch.randint(0, 16, (count, outs, ins))
-    padded = torch.nn.functional.pad(codes, (0, ins % 2)).byte()
-    pairs = padded[..., 0::2] | padded[..., 1::2] << 4
-    groups = -(-ins // group)
-    group_of = (torch.arange(ins) // group).expand(count, parts, ins)
-    bias = torch.randn(count, outs).to(dtype) if shape.oss else None
-    if shape.kind == "e2m1":
-        exponents = torch.randint(-8, -4, (count, outs, groups))
-        meant = E2M1[codes] * exponents.exp2().repeat_interleave(group, 2)[..., :ins]
-        scale = (exponents + 127).byte()
-        return FourBitWeights(pairs, scale, ins, group, bias=bias), meant.to(dtype)
+    order = None
     if shape.kind == "ordered":
-        orders = [torch.randperm(ins) for _ in range(count * parts)]
-        group_of = torch.stack([group_of[0, 0, order] for order in orders])
-        group_of = group_of.view(count, parts, ins)
-    scale = torch.rand(count, outs, groups) / (4 * ins**0.5)
-    zeros = torch.randint(0, 16, scale.shape)
-    index = group_of.repeat_interleave(outs // parts, 1)
-    meant = (codes - zeros.gather(2, index)) * scale.gather(2, index)
-    order = group_of.int().contiguous() if shape.kind == "ordered" else None
-    own = FourBitWeights(pairs, scale, ins, group, zeros.byte(), order, bias)
-    return own, meant.to(dtype)
-
-
-def moved(of: FourBitWeights, device: str) -> FourBitWeights:
-    return FourBitWeights(
-        *(each.to(device) if isinstance(each, torch.Tensor) else each for each in of)
-    )
+        groups = torch.arange(ins) // shape.group
+        orders = [groups[torch.randperm(ins)] for _ in range(shape.experts * parts)]
+        order = torch.stack(orders).view(shape.experts, parts, ins)
+    own, meant = random_weights((shape.experts, outs, ins), shape.kind, shape.group, dtype, order)
+    if shape.oss:
+        own = own._replace(bias=torch.randn(shape.experts, outs).to(dtype))
+    return own, meant
 
 
 @EACH_SHAPE
@@ -125,7 +104,7 @@ def test_a_row_does_not_depend_on_others_in_invariant_mode(device, backend, toke
 def test_every_number_of_e2m1_is_exact(device) -> None:
     """With powers of two as scales, down to what float32 rounds to a smaller number."""
     codes = torch.arange(32) % 16
-    pairs = (codes[0::2] | codes[1::2] << 4).byte().expand(1, 32, 16).contiguous()
+    pairs = paired(codes).expand(1, 32, 16).contiguous()
     exponents = torch.arange(0, 256, 8)
     exponents[-1] = 251  # 6 * 2 ** 124
     second = FourBitWeights(pairs, exponents.byte().view(1, 32, 1), 32, 32)
@@ -134,7 +113,7 @@ def test_every_number_of_e2m1_is_exact(device) -> None:
     assert torch.equal(dequantised.double(), meant)
     # Tokens of one input each, which is gated by itself: 32 * sigmoid(32) * 32 is 1024.
     ones = 2 * torch.eye(32, dtype=torch.int64)  # the second number is 1
-    units = (ones[:, 0::2] | ones[:, 1::2] << 4).byte().repeat(2, 1)[None]
+    units = paired(ones).repeat(2, 1)[None]
     first = FourBitWeights(units, torch.full((1, 64, 1), 127, dtype=torch.uint8), 32, 32)
     tokens = 32 * torch.eye(32, device=device)
     chosen = torch.zeros(32, 1, dtype=torch.int32, device=device)

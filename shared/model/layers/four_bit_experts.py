@@ -10,9 +10,10 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import FourBitWeights
+from pagewire.kernels.reference.four_bits import pack_pairs
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.experts import ExpertsShape
-from pagewire.shared.model.layers.int4 import Int4Numbers, Int4Tensors, pack_pairs
+from pagewire.shared.model.layers.int4 import Int4Numbers, Int4Tensors
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
 from pagewire.shared.model.quantization.config import Int4Format, Mxfp4Format
@@ -61,7 +62,11 @@ class FourBitExperts:
         yield from shape.bias_targets(self.gate_up.bias, self.down.bias)
 
     def finish(self) -> None:
-        """Do nothing: MXFP4 is stored as a checkpoint has it, and `fill_from` fills INT4."""
+        """Put MXFP4's numbers, of which bytes have neighbours, where kernels expect them."""
+        if self.gate_up.zeros is not None:
+            return  # `fill_from` fills INT4
+        for pairs in (*self.gate_up.pairs, *self.down.pairs):
+            pack_pairs(torch.stack([pairs & 15, pairs >> 4], dim=2).flatten(1), pairs)
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales and what else there is."""
@@ -168,7 +173,7 @@ def int4_experts(
         if format.ordered:
             order = make((shape.count, parts, ins), dtype=torch.int32)
         return FourBitWeights(
-            make((shape.count, outs, -(-ins // 2)), dtype=torch.uint8),
+            make((shape.count, outs, FourBitWeights.row_bytes(ins)), dtype=torch.uint8),
             make(scales, dtype=torch.float32),
             ins,
             group,

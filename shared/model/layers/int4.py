@@ -9,7 +9,12 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import FourBitWeights
-from pagewire.kernels.reference.four_bits import DEQUANTISED_AT_A_TIME, dequantised, scaled
+from pagewire.kernels.reference.four_bits import (
+    DEQUANTISED_AT_A_TIME,
+    dequantised,
+    pack_pairs,
+    scaled,
+)
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
@@ -211,26 +216,24 @@ class Int4Linear:
         dtype: torch.dtype,
     ) -> None:
         outs, ins = shape.out_features, shape.in_features
-        self._shape, self._ops, self._group = shape, ops, format.group or ins
-        groups = -(-ins // self._group)
-        self._pairs = torch.empty((outs, -(-ins // 2)), dtype=torch.uint8, device=device)
-        self._scale = torch.empty((outs, groups), dtype=torch.float32, device=device)
-        self._zeros = torch.empty((outs, groups), dtype=torch.uint8, device=device)
+        self._shape, self._ops, group = shape, ops, format.group or ins
+        self.bias = shape.empty_bias(device, dtype)
+        scales = (outs, -(-ins // group))
+        self._parameters = (
+            torch.empty((outs, FourBitWeights.row_bytes(ins)), dtype=torch.uint8, device=device),
+            torch.empty(scales, dtype=torch.float32, device=device),
+            torch.empty(scales, dtype=torch.uint8, device=device),
+        )
+        pairs, scale, zeros = self._parameters
+        self._weights = FourBitWeights(pairs, scale, ins, group, zeros, bias=self.bias)
         self._order: torch.Tensor | None = None
         if format.ordered:
             self._order = torch.empty(ins, dtype=torch.int64, device=device)
-        self.bias = shape.empty_bias(device, dtype)
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""
         x = x if self._order is None else x[:, self._order]
-        return self._ops.linear(x, self._dequantised(x.dtype), self.bias, out)
-
-    def _dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return `[out, in]`, inputs in the order of their groups."""
-        ins = self._shape.in_features
-        weights = FourBitWeights(self._pairs, self._scale, ins, self._group, self._zeros)
-        return dequantised(weights, dtype)
+        return self._ops.four_bit_linear(x, self._weights, out)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield nothing: the checkpoint's tensors are those of `Int4Tensors`."""
@@ -242,9 +245,10 @@ class Int4Linear:
     def fill_from(self, source: Int4Tensors) -> None:
         """Keep what a checkpoint's tensors hold, in pairs."""
         numbers = source.numbers()
-        pack_pairs(numbers.numbers, self._pairs)
-        self._scale.copy_(numbers.scale)
-        self._zeros.copy_(numbers.zeros)
+        pairs, scale, zeros = self._parameters
+        pack_pairs(numbers.numbers, pairs)
+        scale.copy_(numbers.scale)
+        zeros.copy_(numbers.zeros)
         if numbers.order is None:
             self._order = None
         elif self._order is not None:
@@ -254,7 +258,7 @@ class Int4Linear:
 
     def stored(self) -> Iterator[torch.Tensor]:
         """Yield numbers, scales, zeros and what else there is."""
-        yield from (self._pairs, self._scale, self._zeros)
+        yield from self._parameters
         yield from (tensor for tensor in (self._order, self.bias) if tensor is not None)
 
     def permute_rows(self, part: str, order: torch.Tensor) -> None:
@@ -262,7 +266,7 @@ class Int4Linear:
         start = 0
         for name, count in self._shape.parts.items():
             if name == part:
-                for tensor in (self._pairs, self._scale, self._zeros, self.bias):
+                for tensor in (*self._parameters, self.bias):
                     if tensor is not None:
                         rows = tensor[start : start + count]
                         rows.copy_(rows[order.to(rows.device)])
@@ -270,7 +274,7 @@ class Int4Linear:
 
     def matrix(self) -> torch.Tensor:
         """Return what the weights stand for, in float32."""
-        weight = self._dequantised(torch.float32)
+        weight = dequantised(self._weights, torch.float32)
         if self._order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self._order, weight)
@@ -279,12 +283,6 @@ class Int4Linear:
 def dequantised_bytes(count: int, dtype: torch.dtype) -> int:
     """Return the memory that a product with `count` weights needs for them, in addition."""
     return count * dtype.itemsize + min(count, DEQUANTISED_AT_A_TIME) * _BYTES_OF_NUMBER
-
-
-def pack_pairs(numbers: torch.Tensor, out: torch.Tensor) -> None:
-    """Write numbers `[out, in]` in pairs, the first in the lower bits: `[out, ceil(in / 2)]`."""
-    numbers = torch.nn.functional.pad(numbers, (0, numbers.shape[1] % 2))
-    torch.bitwise_or(numbers[:, 0::2], numbers[:, 1::2] << 4, out=out)
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:

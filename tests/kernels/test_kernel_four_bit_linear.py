@@ -1,0 +1,54 @@
+"""Projections with weights in four bits: as the projections of what the weights stand for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pagewire.kernels import load_ops
+from pagewire.kernels.four_bits import FourBitWeights
+from pagewire.tests.support.four_bit_weights import moved, random_weights
+
+# rows, out and in features, kind and inputs of a group
+SHAPES = {
+    "one-row": (1, 128, 256, "integers", 128),
+    "few-rows-many-ranges": (3, 64, 1024, "integers", 128),
+    "ragged": (18, 75, 173, "integers", 32),
+    "ragged-groups-of-64": (5, 33, 200, "integers", 64),
+    "odd-groups": (9, 40, 90, "integers", 24),
+    "groups-of-16": (2, 40, 80, "integers", 16),
+    "groups-of-two-tiles": (4, 64, 600, "integers", 256),
+    "one-group": (7, 70, 301, "integers", 301),
+    "e2m1": (3, 96, 224, "e2m1", 32),
+    "e2m1-ranges": (6, 64, 1056, "e2m1", 32),
+    "two-tiles-of-rows": (130, 70, 160, "integers", 32),
+    "many-rows": (270, 40, 150, "integers", 50),
+    "many-rows-e2m1": (260, 33, 96, "e2m1", 32),
+    "nothing": (0, 40, 64, "integers", 32),
+}
+EACH_SHAPE = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def biased(weights: FourBitWeights, dtype: torch.dtype) -> FourBitWeights:
+    return weights._replace(bias=torch.randn(len(weights.pairs)).to(dtype))
+
+
+@EACH_SHAPE
+@pytest.mark.parametrize("batch_invariant", [False, True], ids=["usual", "invariant"])
+def test_products_of_what_weights_stand_for(
+    device, dtype, shape, batch_invariant, assert_close
+) -> None:
+    rows, outs, ins, kind, group = shape
+    weights, meant = random_weights((outs, ins), kind, group, dtype)
+    x = torch.randn(rows, ins + 3, dtype=dtype)[:, :ins]
+    kernels = load_ops("triton", "cuda", batch_invariant)
+    reference = load_ops("torch", "cpu", batch_invariant)
+    for own in (weights, biased(weights, dtype)):
+        expected = reference.linear(x, meant, own.bias)
+        assert torch.equal(reference.four_bit_linear(x, own), expected)
+        actual = kernels.four_bit_linear(x.to(device), moved(own, device))
+        assert actual.dtype == dtype
+        assert_close(actual.cpu(), expected)
+        out = torch.empty((rows, outs), dtype=dtype, device=device)
+        assert kernels.four_bit_linear(x.to(device), moved(own, device), out) is out
+        assert torch.equal(out, actual)
