@@ -371,6 +371,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
     "route": route_cases,
     "experts": expert_cases,
     "fp8_experts": fp8_cases.expert_cases,
+    "four_bit_linear": four_bit_cases.linear_cases,
     "four_bit_experts": four_bit_cases.expert_cases,
     "shape_logits": lambda: (
         _shape_logits(rows, kind) for rows in (1, 64, 256) for kind in SHAPING

@@ -1,4 +1,7 @@
-"""The bench's cases of experts with weights in four bits: known mixtures, in MXFP4 and in INT4."""
+"""The bench's cases of weights in four bits: INT4 projections, and mixtures in MXFP4 and INT4.
+
+The peer is the same product with weights in bf16.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,20 @@ import torch
 
 from pagewire.kernels.bench.case import DTYPE, BenchCase
 from pagewire.kernels.bench.expert_cases import MIXTURES
+from pagewire.kernels.experts import experts
 from pagewire.kernels.four_bits import EXPONENT_BIAS, FourBitWeights
+from pagewire.kernels.linear import linear
 
 _GROUPS = {"e2m1": 32, "integers": 128}
 _BYTES = {"e2m1": 17 / 32, "integers": 0.5 + 5 / 128}  # of a weight with its part of scale and zero
 _MOST_BOUND_BY_BYTES = 256  # tokens
+_ROWS = (1, 2, 8, 32, 64, 128, 256, 1024, 8192)
+_PROJECTIONS = ((8192, 8192), (4096, 14336))  # out and in features
+
+
+def linear_cases() -> Iterator[BenchCase]:
+    """Yield cases of projections in INT4."""
+    yield from (_linear(rows, *shape) for shape in _PROJECTIONS for rows in _ROWS)
 
 
 def expert_cases() -> Iterator[BenchCase]:
@@ -37,6 +49,24 @@ def random_weights(*shape: int, kind: str) -> FourBitWeights:
     return FourBitWeights(pairs, scale, ins, group, zeros)
 
 
+def _plain(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=DTYPE) / shape[-1] ** 0.5
+
+
+def _linear(rows: int, outs: int, ins: int) -> BenchCase:
+    x = torch.randn(rows, ins, device="cuda", dtype=DTYPE)
+    weights, plain = random_weights(outs, ins, kind="integers"), _plain(outs, ins)
+    few = rows <= _MOST_BOUND_BY_BYTES
+    return BenchCase(
+        "four_bit_linear",
+        f"{rows} x {ins} to {outs}",
+        lambda ops: (ops.four_bit_linear(x, weights),),
+        work=_BYTES["integers"] * outs * ins if few else 2.0 * rows * ins * outs,
+        unit="TB/s" if few else "TFLOP/s",
+        peer=lambda: linear(x, plain),
+    )
+
+
 def _experts(
     tokens: int, kind: str, num_experts: int, top_k: int, hidden: int, inner: int
 ) -> BenchCase:
@@ -47,6 +77,7 @@ def _experts(
     x = torch.randn(tokens, hidden, device="cuda", dtype=DTYPE)
     gate_up = random_weights(num_experts, 2 * inner, hidden, kind=kind)
     down = random_weights(num_experts, hidden, inner, kind=kind)
+    plain = _plain(num_experts, 2 * inner, hidden), _plain(num_experts, hidden, inner)
     few = tokens <= _MOST_BOUND_BY_BYTES
     nbytes = hidden * (3 * distinct * inner * _BYTES[kind] + 4 * tokens)
     return BenchCase(
@@ -55,4 +86,5 @@ def _experts(
         lambda ops: (ops.four_bit_experts(x, chosen, weights, gate_up, down),),
         work=nbytes if few else 6.0 * tokens * top_k * hidden * inner,
         unit="TB/s" if few else "TFLOP/s",
+        peer=lambda: experts(x, chosen, weights, *plain),
     )

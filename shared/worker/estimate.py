@@ -19,7 +19,6 @@ from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.model.config import FP8_KV
 from pagewire.shared.model.experts_config import MoeConfig
-from pagewire.shared.model.layers.int4 import dequantised_bytes
 from pagewire.shared.model.loader import build_model
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.shard import WHOLE, Shard
@@ -155,12 +154,12 @@ def _stored(config: ModelConfig, dtype: torch.dtype, shard: Shard = WHOLE) -> li
 
 
 def _dequantised_bytes(stored: list[torch.Tensor], dtype: torch.dtype) -> int:
-    """Return what a product needs whose weights are in INT4, of which bytes have two.
+    """Return what a product of many rows needs whose weights are in INT4, of which bytes have two.
 
-    Those of experts, all in one tensor, are dequantised by the kernel that multiplies.
+    Those of experts, all in one tensor, are dequantised in registers.
     """
     numbers = [2 * each.numel() for each in stored if each.dtype == torch.uint8 and each.dim() == 2]
-    return dequantised_bytes(max(numbers, default=0), dtype)
+    return dtype.itemsize * max(numbers, default=0)
 
 
 def _table_bytes(

@@ -9,12 +9,7 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import FourBitWeights
-from pagewire.kernels.reference.four_bits import (
-    DEQUANTISED_AT_A_TIME,
-    dequantised,
-    pack_pairs,
-    scaled,
-)
+from pagewire.kernels.reference.four_bits import dequantised, pack_pairs, scaled
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
@@ -22,7 +17,6 @@ from pagewire.shared.model.quantization.config import Int4Format
 from pagewire.shared.model.shard import Cuts, block_cuts
 
 GROUP_INDEX = "g_idx"  # the end of the name of a tensor that has each input's group
-_BYTES_OF_NUMBER = 6  # while it is dequantised: of float32, and two copies in 8 bits
 _OF_WORD = 8  # numbers of 4 bits in 32
 # Where AWQ stores the columns of eight, from the lowest bits on: column 1 is the fifth.
 _AWQ_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -278,11 +272,6 @@ class Int4Linear:
         if self._order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self._order, weight)
-
-
-def dequantised_bytes(count: int, dtype: torch.dtype) -> int:
-    """Return the memory that a product with `count` weights needs for them, in addition."""
-    return count * dtype.itemsize + min(count, DEQUANTISED_AT_A_TIME) * _BYTES_OF_NUMBER
 
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
