@@ -14,9 +14,15 @@ def _round_up(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-def rows_of_a_tile(pairs: int, num_experts: int) -> int:
+def rows_of_a_tile(pairs: int, num_experts: int, most: int = MOST_ROWS) -> int:
     """Return 1.5 times the average rows of an expert, so that most experts need one tile."""
-    return min(max(_round_up(3 * pairs // (2 * num_experts)), _LEAST_ROWS), MOST_ROWS)
+    return min(max(_round_up(3 * pairs // (2 * num_experts)), _LEAST_ROWS), most)
+
+
+def rows_in_four_bits(pairs: int, num_experts: int) -> int:
+    """Return the rows of a tile with weights in four bits, which each tile dequantises again."""
+    rows = rows_of_a_tile(pairs, num_experts, most=4 * MOST_ROWS)
+    return min(max(rows // 2, MOST_ROWS), rows)
 
 
 def divide_pairs(pairs: int) -> tuple[int, int]:
@@ -36,5 +42,6 @@ def steps_of_each_kind(numbers: Iterable[int], top_k: int, num_experts: int) -> 
     kinds: dict[object, int] = {}
     for tokens in numbers:
         pairs = tokens * top_k
-        kinds.setdefault((divide_pairs(pairs), rows_of_a_tile(pairs, num_experts)), tokens)
+        rows = rows_of_a_tile(pairs, num_experts), rows_in_four_bits(pairs, num_experts)
+        kinds.setdefault((divide_pairs(pairs), *rows), tokens)
     return list(kinds.values())

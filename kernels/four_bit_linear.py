@@ -14,17 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import MOST_SPLIT_TILES, next_power_of_2, sm_count
-from pagewire.kernels.four_bit_product import Tiling, dequantise, is_aligned, multiply
+from pagewire.kernels._launch import next_power_of_2, sm_count
+from pagewire.kernels.four_bit_product import Tiling, dequantise, group_options, multiply
 from pagewire.kernels.four_bits import APART, FourBitWeights
 from pagewire.kernels.linear import linear
 
-_MOST_ROWS = 256  # with more, the matrix is dequantised first
-_MOST_ROWS_OF_A_TILE = 128
+_MOST_ROWS = 128  # with more, the matrix is dequantised first
+_FEW_ROWS = 32
 _LEAST_ROWS = 16  # fewest rows of a matrix product
-_MAX_SPLIT_K = 8
-_BLOCK_OUT = 64
-_BLOCK_IN = 128
+_BLOCK_OUT, _BLOCK_IN = 64, 128  # that a program dequantises
 
 
 @triton.jit
@@ -72,20 +70,19 @@ def dequantised(weights: FourBitWeights, dtype: torch.dtype) -> torch.Tensor:
         ins,
         half,
         weights.scale.shape[1],
-        GROUP=weights.group,
         IS_E2M1=weights.zeros is None,
-        ALIGNED=is_aligned(weights, _BLOCK_IN),
         APART=APART,
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,
         num_warps=4,
+        **group_options(weights, _BLOCK_IN),
     )
     return out
 
 
 @lru_cache(maxsize=1024)
 def choose_tiling(rows: int, outs: int, ins: int, sms: int, element_size: int) -> Tiling:
-    """Return the tiling of a product of up to `_MOST_ROWS` rows.
+    """Return the tiling of a product of up to `_MOST_ROWS` rows, by measurements on an H200.
 
     Args:
         rows: rows of x.
@@ -95,16 +92,20 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int, element_size: int) -
         element_size: bytes of a number of x.
     """
     if element_size == 4:  # no tensor cores: tiles that fit into registers
-        return Tiling(32, 1, 2, 4)
-    block_out = _BLOCK_OUT if rows <= 64 else 2 * _BLOCK_OUT
-    tiles = triton.cdiv(outs, block_out) * triton.cdiv(rows, _MOST_ROWS_OF_A_TILE)
-    wanted = sms * (3 if rows <= _LEAST_ROWS else 1.5)
+        return Tiling(32, 64, 1, 2, 4)
+    few = rows <= _FEW_ROWS
+    tiling = Tiling(128, 128, 1, 3, 4 if few else 8)
+    if rows <= _LEAST_ROWS:
+        tiling = Tiling(64, 256, 1, 3, 4)
+    tiles = triton.cdiv(outs, tiling.block_out)
+    most_programs = (4 if few else 1) * sms
+    most_split_k = 8 if 8 * tiles <= sms else 4
     split_k = 1
-    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= MOST_SPLIT_TILES:
-        if ins < 4 * split_k * _BLOCK_IN:
+    while 2 * tiles * split_k <= most_programs and split_k < most_split_k:
+        if ins < 4 * split_k * tiling.block_in:  # a range has two tiles at least
             break
         split_k *= 2
-    return Tiling(_BLOCK_OUT, split_k, 4, 4) if rows <= 64 else Tiling(block_out, split_k, 3, 8)
+    return tiling._replace(split_k=split_k)
 
 
 def four_bit_linear(
@@ -113,7 +114,6 @@ def four_bit_linear(
     out: torch.Tensor | None = None,
     product: Callable[..., torch.Tensor] = linear,
     most_rows: int = _MOST_ROWS,
-    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """Return `x @ weight.T + bias`; see `pagewire.kernels.FourBitLinear`.
 
@@ -123,7 +123,6 @@ def four_bit_linear(
         out: where the result is written.
         product: a projection, as `linear` is, of weights that are dequantised.
         most_rows: with more rows, weights are dequantised first.
-        tiling: of few rows; None chooses.
     """
     if not 0 < len(x) <= most_rows:
         return product(x, dequantised(weights, x.dtype), weights.bias, out)
@@ -131,6 +130,6 @@ def four_bit_linear(
     outs = len(weights.pairs)
     if out is None:
         out = torch.empty((len(x), outs), dtype=x.dtype, device=x.device)
-    chosen = choose_tiling(len(x), outs, weights.ins, sm_count(x.device), x.element_size())
-    rows = min(max(next_power_of_2(len(x)), _LEAST_ROWS), _MOST_ROWS_OF_A_TILE)
-    return multiply(x, weights, out, rows, tiling or chosen)
+    tiling = choose_tiling(len(x), outs, weights.ins, sm_count(x.device), x.element_size())
+    rows = min(max(next_power_of_2(len(x)), _LEAST_ROWS), _MOST_ROWS)
+    return multiply(x, weights, out, rows, tiling)

@@ -9,7 +9,7 @@ inputs as `linear.py` does.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,7 +20,6 @@ from pagewire.kernels.expert_tiles import TileList
 from pagewire.kernels.four_bits import APART, FourBitWeights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
-BLOCK_IN = 128  # inputs of a tile
 _APART = tl.constexpr(APART)
 _MANTISSA_BITS = tl.constexpr(23)  # of float32
 _BITS_OF_LEAST_POWER = tl.constexpr(1 << 22)  # of 2 ** -127 in float32, where its exponent is 0
@@ -58,8 +57,7 @@ def _load_scales(scale_ptr, zeros_ptr, place, mask, IS_E2M1: tl.constexpr):
         bits = tl.where(exponent == 0, _BITS_OF_LEAST_POWER, exponent << _MANTISSA_BITS)
         scale = bits.to(tl.float32, bitcast=True)
         return scale, scale
-    zero = tl.load(zeros_ptr + place, mask=mask, other=0)
-    return scale, zero.to(tl.float32) + _FIRST_INTEGER
+    return scale, tl.load(zeros_ptr + place, mask=mask, other=0) + _FIRST_INTEGER
 
 
 @triton.jit
@@ -230,13 +228,16 @@ def _four_bit_product_kernel(
 
 
 class Tiling(NamedTuple):
-    """Tiling of a product: weight rows per program, ranges of inputs, tiles in flight, warps."""
+    """Tiling of a product: outputs and inputs of a tile, ranges of inputs, tiles in flight, warps.
+
+    Outputs are rows of the weight; gate and up are two.
+    """
 
     block_out: int
+    block_in: int
     split_k: int
     stages: int
     warps: int
-    block_in: int = BLOCK_IN
 
 
 def multiply(
@@ -264,12 +265,12 @@ def multiply(
         activation: of an expert's first projections; None: these are others.
         interleaved: whether rows of gate and up alternate.
     """
-    aligned = is_aligned(weights, tiling.block_in)
-    if not aligned:  # each weight's scale is loaded: tiles that fit into registers
-        tiling = tiling._replace(block_in=32, stages=2)
-    (outs, half), scale, gate = weights.pairs.shape[-2:], weights.scale, activation or SILU
+    if not group_options(weights, tiling.block_in)["ALIGNED"]:  # more scales, in registers
+        tiling = tiling._replace(block_in=2 * APART, stages=2)
+    (outs, half), groups = weights.pairs.shape[-2:], weights.scale.shape[-1]
     of_rows = triton.cdiv(len(x), rows) if tiles is None else len(tiles.tiles)
     tokens = len(x) if tiles is None or activation else len(x) // top_k
+    optional = (weights.zeros, weights.group_of, weights.bias)
     partial = out
     if tiling.split_k > 1:
         size = (tiling.split_k, len(x), outs)
@@ -277,48 +278,50 @@ def multiply(
     _four_bit_product_kernel[(triton.cdiv(outs, tiling.block_out), of_rows, tiling.split_k)](
         x,
         weights.pairs,
-        scale,
-        weights.pairs if weights.zeros is None else weights.zeros,
-        weights.pairs if weights.group_of is None else weights.group_of,
-        weights.pairs if weights.bias is None else weights.bias,
+        weights.scale,
+        *(weights.pairs if each is None else each for each in optional),
         out,
         partial,
         split_counters(x.device),
-        out if tiles is None else tiles.order,
-        out if tiles is None else tiles.tiles,
-        len(x),
-        weights.ins,
-        outs,
-        half,
-        scale.shape[-1],
-        top_k,
-        x.stride(0),
-        GROUP=weights.group,
+        *((out, out) if tiles is None else tiles[:2]),
+        *(len(x), weights.ins, outs, half, groups, top_k, x.stride(0)),
         IS_E2M1=weights.zeros is None,
         HAS_ORDER=weights.group_of is not None,
-        ALIGNED=aligned,
         HAS_BIAS=weights.bias is not None,
         HAS_EXPERTS=tiles is not None,
-        GATED=activation is not None,
-        INTERLEAVED=interleaved,
-        ALPHA=gate.alpha,
-        UP_OFFSET=gate.up_offset,
-        HAS_LIMIT=gate.limit is not None,
-        LIMIT=gate.limit or 0.0,
         ROWS=rows,
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=tiling.block_in,
         SPLIT_K=tiling.split_k,
         STAGES=tiling.stages,
         num_warps=tiling.warps,
+        **group_options(weights, tiling.block_in),
+        **_gate_options(activation, interleaved),
         **overlap_options(x.device, tokens),
     )
     return out
 
 
-def is_aligned(weights: FourBitWeights, block_in: int) -> bool:
-    """Return whether a tile's inputs are part of a group, or whole groups of a power of two."""
+def _gate_options(activation: GatedSilu | None, interleaved: bool) -> dict[str, Any]:
+    """Return how a kernel gates its sums, if it does."""
+    gate = activation or SILU
+    return {
+        "GATED": activation is not None,
+        "INTERLEAVED": interleaved,
+        "ALPHA": gate.alpha,
+        "UP_OFFSET": gate.up_offset,
+        "HAS_LIMIT": gate.limit is not None,
+        "LIMIT": gate.limit or 0.0,
+    }
+
+
+def group_options(weights: FourBitWeights, block_in: int) -> dict[str, Any]:
+    """Return how a kernel with tiles of `block_in` inputs finds scales.
+
+    It is ALIGNED if a tile is part of a group, or whole groups of a power of two.
+    """
     group = weights.group
-    return weights.group_of is None and (
-        group >= weights.ins or group % block_in == 0 or (group >= 32 and block_in % group == 0)
-    )
+    if group >= weights.ins:  # one for all inputs, and for those that are masked
+        group += -group % block_in
+    is_aligned = group % block_in == 0 or (group >= 2 * APART and block_in % group == 0)
+    return {"GROUP": group, "ALIGNED": is_aligned and weights.group_of is None}

@@ -25,7 +25,8 @@ class FourBitWeights(NamedTuple):
         scale: `[out, groups]` contiguous, float32 or, of e2m1, uint8.
         ins: number of inputs.
         group: neighbouring inputs that have one scale.
-        zeros: `[out, groups]` uint8, contiguous, or None.
+        zeros: `[out, groups]` float32, contiguous, or None; a GPU copies four bytes of each output
+            ahead of their use, and not one.
         group_of: `[parts, in]` int32, contiguous: the group of each input, for as many parts of the
             outputs; None: groups are of neighbours.
         bias: `[out]`, or None.

@@ -16,7 +16,7 @@ from pagewire.kernels.four_bits import EXPONENT_BIAS, FourBitWeights
 from pagewire.kernels.linear import linear
 
 _GROUPS = {"e2m1": 32, "integers": 128}
-_BYTES = {"e2m1": 17 / 32, "integers": 0.5 + 5 / 128}  # of a weight with its part of scale and zero
+_BYTES = {"e2m1": 17 / 32, "integers": 0.5 + 8 / 128}  # of a weight with its part of scale and zero
 _MOST_BOUND_BY_BYTES = 256  # tokens
 _ROWS = (1, 2, 8, 32, 64, 128, 256, 1024, 8192)
 _PROJECTIONS = ((8192, 8192), (4096, 14336))  # out and in features
@@ -45,12 +45,12 @@ def random_weights(*shape: int, kind: str) -> FourBitWeights:
         scale = torch.full(scales, exponent, dtype=torch.uint8, device="cuda")
         return FourBitWeights(pairs, scale, ins, group)
     scale = torch.full(scales, 0.2 / ins**0.5, device="cuda")
-    zeros = torch.full(scales, 8, dtype=torch.uint8, device="cuda")
+    zeros = torch.full(scales, 8.0, device="cuda")
     return FourBitWeights(pairs, scale, ins, group, zeros)
 
 
 def _plain(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, device="cuda", dtype=DTYPE) / shape[-1] ** 0.5
+    return torch.randn(shape, device="cuda", dtype=DTYPE).mul_(shape[-1] ** -0.5)
 
 
 def _linear(rows: int, outs: int, ins: int) -> BenchCase:

@@ -52,3 +52,30 @@ def test_products_of_what_weights_stand_for(
         out = torch.empty((rows, outs), dtype=dtype, device=device)
         assert kernels.four_bit_linear(x.to(device), moved(own, device), out) is out
         assert torch.equal(out, actual)
+
+
+@pytest.mark.parametrize("rows", [100, 160], ids=["in-registers", "in-memory"])
+@pytest.mark.parametrize(("kind", "group"), [("integers", 32), ("integers", 40), ("e2m1", 32)])
+def test_weights_are_exactly_what_they_stand_for(device, rows, kind, group) -> None:
+    weights, meant = random_weights((50, 160), kind, group, torch.float32)
+    one_of_each = torch.eye(160, device=device)[:rows]
+    y = load_ops("triton", "cuda").four_bit_linear(one_of_each, moved(weights, device))
+    assert torch.equal(y.cpu(), meant.T[:rows])
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_row_does_not_depend_on_others_in_invariant_mode(device, backend) -> None:
+    weights, _ = random_weights((40, 96), "integers", 32, torch.float32)
+    x = torch.randn(140, 96, device=device)
+    project = load_ops(backend, device, batch_invariant=True).four_bit_linear
+    together = project(x, moved(weights, device))
+    for rows in (slice(0, 1), slice(1, 4), slice(4, 140)):
+        assert torch.equal(together[rows], project(x[rows], moved(weights, device)))
+
+
+@pytest.mark.parametrize("rows", [7, 130])
+def test_rows_may_have_gaps(device, rows, assert_close) -> None:
+    weights, meant = random_weights((40, 96), "integers", 32, torch.float32)
+    x = torch.randn(96, rows).t()
+    y = load_ops("triton", "cuda").four_bit_linear(x.to(device), moved(weights, device))
+    assert_close(y.cpu(), x @ meant.T)

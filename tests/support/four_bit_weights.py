@@ -49,7 +49,7 @@ def random_weights(
         index = group_of.repeat_interleave(outs // group_of.shape[-2], -2)
         order = group_of.int().contiguous()
     meant = (codes - zeros.gather(-1, index)) * scale.gather(-1, index)
-    own = FourBitWeights(paired(codes), scale, ins, group, zeros.byte(), order)
+    own = FourBitWeights(paired(codes), scale, ins, group, zeros.float(), order)
     return own, meant.to(dtype)
 
 

@@ -69,6 +69,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b-fp8": _published("qwen3-30b-a3b") | _in_fp8(weight_block_size=[128, 128]),
     "gpt-oss-20b-mxfp4": _published("gpt-oss-20b") | _MXFP4,
     "qwen3-30b-a3b-int4": _published("qwen3-30b-a3b") | _AWQ,
+    "phi3-mini-int4": _published("phi-3-mini-4k-instruct") | _AWQ,
     "phi3-mini-fp8": _published("phi-3-mini-4k-instruct") | _in_fp8(activation_scheme="static"),
 }
 

@@ -293,9 +293,7 @@ def _in_four_bits(kind: str, experts: int, parts: int, outs: int, ins: int) -> F
     if kind == "e2m1":
         return FourBitWeights(pairs, scale.byte(), ins, 32)
     order = torch.empty(experts, parts, ins, dtype=torch.int32)
-    return FourBitWeights(
-        pairs, scale, ins, 32, scale.byte(), order if kind == "in any order" else None
-    )
+    return FourBitWeights(pairs, scale, ins, 32, scale, order if kind == "in any order" else None)
 
 
 def _resources(kernel: Any) -> dict[str, int]:

@@ -177,7 +177,7 @@ def int4_experts(
             make(scales, dtype=torch.float32),
             ins,
             group,
-            make(scales, dtype=torch.uint8),
+            make(scales, dtype=torch.float32),
             order,
         )
 

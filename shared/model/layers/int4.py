@@ -216,7 +216,7 @@ class Int4Linear:
         self._parameters = (
             torch.empty((outs, FourBitWeights.row_bytes(ins)), dtype=torch.uint8, device=device),
             torch.empty(scales, dtype=torch.float32, device=device),
-            torch.empty(scales, dtype=torch.uint8, device=device),
+            torch.empty(scales, dtype=torch.float32, device=device),
         )
         pairs, scale, zeros = self._parameters
         self._weights = FourBitWeights(pairs, scale, ins, group, zeros, bias=self.bias)
