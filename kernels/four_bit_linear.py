@@ -94,9 +94,12 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int, element_size: int) -
     if element_size == 4:  # no tensor cores: tiles that fit into registers
         return Tiling(32, 64, 1, 2, 4)
     few = rows <= _FEW_ROWS
-    tiling = Tiling(128, 128, 1, 3, 4 if few else 8)
     if rows <= _LEAST_ROWS:
         tiling = Tiling(64, 256, 1, 3, 4)
+    elif few:
+        tiling = Tiling(128, 128, 1, 3, 4)
+    else:
+        tiling = Tiling(128, 64, 1, 4, 8) if rows <= _MOST_ROWS // 2 else Tiling(128, 128, 1, 3, 8)
     tiles = triton.cdiv(outs, tiling.block_out)
     most_programs = (4 if few else 1) * sms
     most_split_k = 8 if 8 * tiles <= sms else 4

@@ -263,14 +263,14 @@ def _quantised(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
             routed = [chosen[:count], chosen[:count].float(), first, second]
             yield "fp8_experts", ops.fp8_experts, [torch.empty(count, 1024, dtype=dtype), *routed]
     for kind in ("e2m1", "integers", "in any order"):
-        own = [_in_four_bits(kind, *shape) for shape in ((16, 2, 2048, 1024), (16, 1, 1024, 1024))]
+        both = [_in_four_bits(kind, *shape) for shape in ((16, 2, 2048, 1024), (16, 1, 1024, 1024))]
         tail: list[Any] = [_GPT_OSS, True] if kind == "e2m1" else []
         if kind != "in any order":
-            for count in (1, 30, 100, 300):
+            for count in (1, 30, 60, 100, 300):
                 x = torch.empty(count, 1024, dtype=dtype)
-                yield "four_bit_linear", ops.four_bit_linear, [x, own[0].expert(0)]
+                yield "four_bit_linear", ops.four_bit_linear, [x, both[0].expert(0)]
         for count in (2, 300):
-            routed = [chosen[:count], chosen[:count].float(), *own, *tail]
+            routed = [chosen[:count], chosen[:count].float(), *both, *tail]
             x = torch.empty(count, 1024, dtype=dtype)
             yield "four_bit_experts", ops.four_bit_experts, [x, *routed]
 

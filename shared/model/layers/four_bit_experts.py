@@ -1,4 +1,4 @@
-"""Experts with weights in four bits: in MXFP4 as the checkpoint has them, or in INT4."""
+"""Experts with weights in four bits: in MXFP4, or in INT4."""
 
 from __future__ import annotations
 
