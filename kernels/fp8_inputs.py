@@ -35,7 +35,7 @@ def _store_quantised(x, scale, target, mask, LARGEST: tl.constexpr):
     tl.store(target, x.to(target.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["x_stride"])
+@triton.jit
 def _quantise_kernel(
     x_ptr,  # [rows, ins]
     given_ptr,  # [1] or [rows] float32: scales, if they are given

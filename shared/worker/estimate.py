@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from pagewire.kernels import fp8_numbers, load_ops
+from pagewire.kernels.rank_memory import buffer_bytes
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.engine.choices import choose_max_model_len
 from pagewire.shared.engine.execution.device_state import DeviceState
@@ -40,7 +41,7 @@ class Estimate:
         kv_dtype: of the KV pool.
         weight_format: of most weights: that dtype, "fp8", "int4" or "mxfp4".
         weights: exactly those of the parameters.
-        tables: device slots, sampling, rotary angles.
+        tables: device slots, sampling, rotary angles, what ranks exchange.
         activations: of the largest step.
         trial_pool: KV blocks with which the worker measures that step.
         staging: of KV transfer.
@@ -82,6 +83,8 @@ def estimate(config: ModelConfig, settings: WorkerSettings, total: int) -> Estim
     layout = config.kv_layout(settings.block_size, name, shard)
     stored = _stored(config, dtype, shard)
     tables = _table_bytes(config, settings, model_len, len(layout.groups))
+    if ranks > 1:
+        tables += buffer_bytes(ranks)
     activations = _activation_bytes(config, settings.max_num_batched_tokens, dtype, ranks)
     activations += _dequantised_bytes(stored, dtype)
     if layout.dtype == FP8_KV:
