@@ -21,12 +21,11 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
+from pagewire.kernels._kv_copies import copy_blocks, heads_at_once
 from pagewire.kernels._launch import check_attention_shapes, next_power_of_2
 from pagewire.kernels._scores import LOG2_E, sink_weight, soft_capped
-from pagewire.kernels._widened_kv import heads_at_once, widened
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
-
-_LEAST_WIDENED = 256  # length of a chunk for which blocks in FP8 are converted before it reads them
+from pagewire.kernels.prefill_tiles import LEAST_COPIED
 
 
 @triton.jit
@@ -256,13 +255,13 @@ def _hopper_kernel(device: torch.device) -> ModuleType | None:
         return None
 
 
-def _widens(
+def _reads_copies(
     hopper: ModuleType, q: torch.Tensor, k_cache: torch.Tensor, chunks: Sequence[tuple[int, int]]
 ) -> bool:
-    """Return whether blocks in FP8 are converted once, for the Hopper kernel."""
+    """Return whether the Hopper kernel reads copies of blocks in FP8."""
     return (
         k_cache.dtype == torch.float8_e4m3fn
-        and max(length for length, _ in chunks) >= _LEAST_WIDENED
+        and max(length for length, _ in chunks) >= LEAST_COPIED
         and hopper.has_tiles(q.dtype, *k_cache.shape[2:])
         and heads_at_once(k_cache, chunks, q.dtype) > 0
     )
@@ -305,9 +304,9 @@ def paged_prefill(
             q, k_cache, v_cache, block_tables, *lengths, scale, out, window, soft_cap, sinks
         )
         return out
-    if hopper is not None and chunks is not None and _widens(hopper, q, k_cache, chunks):
+    if hopper is not None and chunks is not None and _reads_copies(hopper, q, k_cache, chunks):
         paged = (k_cache, v_cache, block_tables, cu_query_lens, seq_lens)
-        for part in widened(*paged, chunks, q.dtype, kv_scales.values, window):
+        for part in copy_blocks(*paged, chunks, q.dtype, kv_scales.values, window):
             own = part.queries(heads)
             hopper.hopper_prefill(
                 q[:, own], part.keys, part.values, part.tables, *lengths, scale * kv_scales.keys,

@@ -10,6 +10,7 @@ ROWS = 64  # rows of a warp group
 # Positions of a context. If block tables hold no more, splits cost more than they gain.
 LONGEST_UNSPLIT = 2048
 LEAST_SPLIT = 512  # positions of a split
+LEAST_COPIED = 256  # tokens of a chunk that reads copies of a cache in FP8
 _MOST_SPLITS = 32
 
 

@@ -19,7 +19,7 @@ from typing import Any, get_args
 import torch
 
 from pagewire.kernels.expert_sizes import steps_of_each_kind
-from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT, MOST_KINDS, forced
+from pagewire.kernels.prefill_tiles import LEAST_COPIED, LONGEST_UNSPLIT, MOST_KINDS, forced
 from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
@@ -34,6 +34,7 @@ from pagewire.shared.engine.scheduling.step import (
     TableEntries,
 )
 from pagewire.shared.kv.packing import packed_bytes
+from pagewire.shared.model.config import FP8_KV
 from pagewire.shared.model.experts_config import ExpertsConfig
 from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.model_config import ModelConfig
@@ -264,14 +265,17 @@ class FirstSteps:
             tokens, start = tokens - length, 0
 
     def _run_tiles(self, room: int) -> None:
-        """Run a short chunk on a longer context with all tiles that attention chooses from."""
-        # Its hidden state is read, so that no CUDA graph replays it.
-        start = max(0, min(LONGEST_UNSPLIT, room - 2))
-        chunk = PrefillChunk(0, start, [0], samples=True, pooling="last")
-        for number in range(MOST_KINDS):
-            for is_split in (False, True):
-                with forced(number, is_split):
-                    self._run(chunks=[chunk])
+        """Run short chunks on a longer context with all tiles that attention chooses from."""
+        # Over a cache in FP8, a longer chunk takes the Hopper kernel.
+        wanted = (1, LEAST_COPIED) if self.runner.layout.dtype == FP8_KV else (1,)
+        for length in (min(each, self.most_tokens, room - 1) for each in wanted):
+            start = max(0, min(LONGEST_UNSPLIT, room - 1 - length))
+            # Its hidden state is read, so that no CUDA graph replays it.
+            chunk = PrefillChunk(0, start, [0] * length, samples=True, pooling="last")
+            for number in range(MOST_KINDS):
+                for is_split in (False, True):
+                    with forced(number, is_split):
+                        self._run(chunks=[chunk])
 
     def _rows(self) -> Iterator[dict[str, Any]]:
         """Yield decode steps of each number of rows, unless they are captured."""

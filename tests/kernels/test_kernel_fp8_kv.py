@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import _widened_kv, load_ops
+from pagewire.kernels import _kv_copies, load_ops
 from pagewire.kernels import paged_decode as decode_module
-from pagewire.kernels._widened_kv import heads_at_once, widened
+from pagewire.kernels._kv_copies import copy_blocks, heads_at_once
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 
@@ -213,7 +213,7 @@ def test_reference_writes_what_torch_rounds(reference):
     assert of_values[4] == 256 and of_values[3] == 224
 
 
-WIDENED = {
+COPIED = {
     "two-sequences": PagedCase((17, 33), (40, 128), 6, 2, 32),
     "none-and-one": PagedCase((0, 5), (20, 5), 4, 4, 64),
     "block-32": PagedCase((130,), (300,), 4, 2, 64, 32),
@@ -222,8 +222,8 @@ WIDENED = {
 
 @pytest.mark.parametrize("heads", [1, 8], ids=["a-head-at-a-time", "all-heads"])
 @pytest.mark.parametrize("window", [None, 21])
-@pytest.mark.parametrize("case", WIDENED.values(), ids=WIDENED)
-def test_widened_blocks_are_what_numbers_stand_for(
+@pytest.mark.parametrize("case", COPIED.values(), ids=COPIED)
+def test_copies_are_what_numbers_stand_for(
     case, window, heads, device, reference, assert_close, monkeypatch
 ):
     """Blocks that no query sees are left out."""
@@ -232,11 +232,11 @@ def test_widened_blocks_are_what_numbers_stand_for(
     chunks = list(zip(x.cu_query_lens.diff().tolist(), x.seq_lens.tolist(), strict=True))
     head_bytes = sum(-(-context // x.k_cache.shape[2]) for _, context in chunks) * 4
     head_bytes *= x.k_cache[0, 0].numel()
-    monkeypatch.setattr(_widened_kv, "WORKSPACE_BYTES", heads * head_bytes + 100)
+    monkeypatch.setattr(_kv_copies, "WORKSPACE_BYTES", heads * head_bytes + 100)
     actual, at_once = torch.empty_like(x.q), min(heads, case.kv_heads)
     assert heads_at_once(x.k_cache, chunks, x.q.dtype) == at_once
     caches = (x.k_cache, x.v_cache, x.block_tables, *lengths[:2])
-    for part in widened(*caches, chunks, x.q.dtype, SCALES.values, window):
+    for part in copy_blocks(*caches, chunks, x.q.dtype, SCALES.values, window):
         assert part.keys.shape[1] == at_once
         own = part.queries(x.q.shape[1])
         part.tables.clamp_(0, len(part.keys) - 1)  # torch reads what no query sees

@@ -31,7 +31,7 @@ from triton.runtime import driver
 from triton.runtime.jit import KernelInterface
 
 from pagewire.kernels import OP_NAMES, Ops, load_ops
-from pagewire.kernels._widened_kv import widened
+from pagewire.kernels._kv_copies import copy_blocks
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import all_reduce
 from pagewire.kernels.bench.inputs import (
@@ -196,7 +196,7 @@ def _attention(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[An
         if case.kv_scales is not None:
             chunks = list(zip(case.query_lens, case.seq_lens, strict=True))
             copies = [*context[1:], *lengths[:2], chunks, dtype, case.kv_scales.values, case.window]
-            yield "paged_prefill", lambda *args: list(widened(*args)), copies
+            yield "paged_prefill", lambda *args: list(copy_blocks(*args)), copies
     for chunks in (None, (40, 40)):
         y = LatentCase((300, 300), chunks, 16, 512, 64).build("cpu", dtype)
         context = [y.q_latent, y.q_rope, y.cache, y.block_tables, y.seq_lens]

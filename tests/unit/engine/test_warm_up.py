@@ -30,7 +30,10 @@ def run(*options: str, program: str = "late_kernels") -> subprocess.CompletedPro
         ),
         pytest.param([*FEW, "--no-cuda-graphs", "--shapes", "llama-8b"], id="without-graphs"),
         pytest.param([*FEW, "--batch-invariant", "--shapes", "gpt-oss-20b"], id="batch-invariant"),
-        pytest.param([*FEW, "--kv-cache-dtype", "fp8", "--shapes", "gpt-oss-20b"], id="kv-in-fp8"),
+        pytest.param(
+            [*MANY, "--kv-cache-dtype", "fp8", "--shapes", "gpt-oss-20b", "qwen2-0.5b"],
+            id="kv-in-fp8",
+        ),
         pytest.param([*FEW, "--max-num-seqs", "1", "--shapes", "qwen2-0.5b"], id="one-sequence"),
         pytest.param(
             [*MANY, "--shapes", "llama-8b", "gemma2-9b", "gpt-oss-20b"],
@@ -48,7 +51,7 @@ def run(*options: str, program: str = "late_kernels") -> subprocess.CompletedPro
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            [*FEW, "--shapes", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-int4"],
+            [*FEW, "--shapes", "gpt-oss-20b-mxfp4", "qwen3-30b-a3b-int4", "phi3-mini-int4"],
             id="experts-in-four-bits",
             marks=pytest.mark.exhaustive,
         ),

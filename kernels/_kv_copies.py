@@ -18,12 +18,12 @@ from pagewire.kernels._launch import next_power_of_2
 from pagewire.kernels.fp8_numbers import WORKSPACE_BYTES
 
 
-class Widened(NamedTuple):
+class KvCopies(NamedTuple):
     """Blocks of some key/value heads, in the dtype of queries.
 
     Attributes:
         first: the first of these heads.
-        all_heads: of the cache.
+        all_heads: number of the cache's key/value heads.
         keys: `[blocks, heads, BS, D]`, the cache's numbers, without their scale.
         values: likewise, times their scale.
         tables: `[B, max_blocks]` int32, the block tables of the copies.
@@ -36,21 +36,21 @@ class Widened(NamedTuple):
     tables: torch.Tensor
 
     def queries(self, heads: int) -> slice:
-        """Return which query heads read them, of all of them."""
+        """Return the query heads, of this number of them, that read these key/value heads."""
         group = heads // self.all_heads
         return slice(self.first * group, (self.first + self.keys.shape[1]) * group)
 
 
 @triton.jit(do_not_specialize=["first_head", "window", "tables_stride", "new_tables_stride"])
-def _widen_kernel(
+def _copy_kernel(
     k_ptr,  # [NB, KH, BS, D] e4m3
-    v_ptr,
-    tables_ptr,
-    cu_query_lens_ptr,
-    seq_lens_ptr,
+    v_ptr,  # likewise
+    tables_ptr,  # [B, max_blocks] int32
+    cu_query_lens_ptr,  # [B + 1] int32
+    seq_lens_ptr,  # [B] int32
     keys_ptr,  # [blocks, heads, BS, D] contiguous
-    values_ptr,
-    new_tables_ptr,
+    values_ptr,  # likewise
+    new_tables_ptr,  # [B, max_blocks] int32
     first_head,
     v_scale,
     window,  # 0 for none
@@ -66,31 +66,31 @@ def _widen_kernel(
     DIM: tl.constexpr,
     DIM_PAD: tl.constexpr,
 ):
-    number = tl.program_id(0)
+    index = tl.program_id(0)  # of a block of the sequence
     sequence = tl.program_id(1)
     seq_len = tl.load(seq_lens_ptr + sequence)
     query_start = tl.load(cu_query_lens_ptr + sequence)
     query_len = tl.load(cu_query_lens_ptr + sequence + 1) - query_start
     blocks = tl.cdiv(seq_len, BLOCK_SIZE)
-    is_seen = (window == 0) | ((number + 1) * BLOCK_SIZE > seq_len - query_len - window + 1)
-    if (number >= blocks) | (not is_seen):
+    is_seen = (window == 0) | ((index + 1) * BLOCK_SIZE > seq_len - query_len - window + 1)
+    if (index >= blocks) | (not is_seen):
         return
-    place = number
+    copy = index
     for other in range(sequence):
-        place += tl.cdiv(tl.load(seq_lens_ptr + other), BLOCK_SIZE)
+        copy += tl.cdiv(tl.load(seq_lens_ptr + other), BLOCK_SIZE)
     head = tl.program_id(2)
     if head == 0:
-        tl.store(new_tables_ptr + sequence * new_tables_stride + number, place)
-    block = tl.load(tables_ptr + sequence.to(tl.int64) * tables_stride + number).to(tl.int64)
+        tl.store(new_tables_ptr + sequence * new_tables_stride + index, copy)
+    block = tl.load(tables_ptr + sequence.to(tl.int64) * tables_stride + index).to(tl.int64)
     tokens = tl.arange(0, BLOCK_SIZE)[:, None]
     dims = tl.arange(0, DIM_PAD)[None, :]
-    mask = (dims < DIM) & (tokens >= 0)
+    mask = dims < DIM
     k_head, v_head = (first_head + head) * k_stride_head, (first_head + head) * v_stride_head
     k_rows = k_ptr + block * k_stride_block + k_head + tokens * k_stride_token
     v_rows = v_ptr + block * v_stride_block + v_head + tokens * v_stride_token
     key = tl.load(k_rows + dims, mask=mask, other=0.0)
     value = tl.load(v_rows + dims, mask=mask, other=0.0).to(tl.float32) * v_scale
-    rows = ((place.to(tl.int64) * tl.num_programs(2) + head) * BLOCK_SIZE + tokens) * DIM
+    rows = ((copy.to(tl.int64) * tl.num_programs(2) + head) * BLOCK_SIZE + tokens) * DIM
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
     tl.store(keys_ptr + rows + dims, key.to(dtype), mask=mask)
     tl.store(values_ptr + rows + dims, value.to(dtype), mask=mask)
@@ -99,9 +99,9 @@ def _widen_kernel(
 def heads_at_once(
     k_cache: torch.Tensor, chunks: Sequence[tuple[int, int]], dtype: torch.dtype
 ) -> int:
-    """Return of how many heads, a divisor of all, the workspace holds the blocks of all contexts.
+    """Return how many key/value heads of all contexts the workspace holds at once.
 
-    0: it does not hold those of one.
+    It is a divisor of their number, or 0 if it cannot hold one.
     """
     heads, block_size, dim = k_cache.shape[1:]
     head_bytes = 2 * sum(_blocks(k_cache, chunks)) * block_size * dim * dtype.itemsize
@@ -113,7 +113,7 @@ def _blocks(k_cache: torch.Tensor, chunks: Sequence[tuple[int, int]]) -> list[in
     return [triton.cdiv(context, k_cache.shape[2]) for _, context in chunks]
 
 
-def widened(
+def copy_blocks(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     block_tables: torch.Tensor,
@@ -123,7 +123,7 @@ def widened(
     dtype: torch.dtype,
     v_scale: float,
     window: int | None,
-) -> Iterator[Widened]:
+) -> Iterator[KvCopies]:
     """Yield copies of all heads' blocks, of as many heads at a time as the workspace holds.
 
     Blocks before all windows are left out; their entries in the block tables are not read.
@@ -149,7 +149,7 @@ def widened(
     keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     tables = torch.empty((len(chunks), max(lengths)), dtype=torch.int32, device=device)
     for first in range(0, heads, at_once):
-        _widen_kernel[(max(lengths), len(chunks), at_once)](
+        _copy_kernel[(max(lengths), len(chunks), at_once)](
             k_cache,
             v_cache,
             block_tables,
@@ -170,4 +170,4 @@ def widened(
             DIM_PAD=next_power_of_2(dim),
             num_warps=1,
         )
-        yield Widened(first, heads, keys, values, tables)
+        yield KvCopies(first, heads, keys, values, tables)
