@@ -22,9 +22,11 @@ those before it are arbitrary.
 `load_ops` chooses the backend. Each operation has a file here, with its Triton kernel and a
 launcher that chooses tiles, splits and the kernel: `paged_decode.py` splits the context,
 `paged_prefill.py` uses the kernel of `paged_prefill_hopper.py` where that applies, `linear.py`
-uses cuBLAS where that is faster. `reference/` has the same operations in plain torch, `bench/`
-times both. `invariant/` has versions of operations whose results would depend on the batch.
-`all_reduce.py` and `all_gather.py` join what several GPUs compute. They are not of a backend: ranks
+uses cuBLAS where that is faster, `fp8_linear.py` also `fp8_few_rows.py`. `four_bit_linear.py` and
+`four_bit_experts.py` share `four_bit_product.py`. `reference/` has the same operations in plain
+torch, `bench/` times both. `invariant/` has versions of operations whose results would depend on
+the batch. `all_reduce.py`, `reduce_norm.py` (a sum and its normalisation) and `all_gather.py` join
+what several GPUs compute. They are not of a backend: ranks
 on CPUs have sockets, and the reference takes the values of all ranks. Read first: `rms_norm.py` (a
 short one), `paged_decode.py`, `paged_prefill.py`.
 """

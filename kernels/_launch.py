@@ -22,7 +22,7 @@ _INTERPRETED_SMS = 4
 # In larger batches (measured on an H200), early programs cost more than they save: they crowd on
 # the SMs that have room.
 _MOST_OVERLAPPING_ROWS = 16
-MOST_SPLIT_TILES = 4096  # tiles of outputs whose inputs may be split: each has a counter
+_SPLIT_TILES = 4096  # more than the SMs of any device, which limit splits
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
@@ -51,7 +51,7 @@ def split_counters(device: torch.device) -> torch.Tensor:
 
     All launches share them, so they must run one after another, on one stream.
     """
-    return torch.zeros(MOST_SPLIT_TILES, dtype=torch.int32, device=device)
+    return torch.zeros(_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def can_copy_tiles(device: torch.device) -> bool:

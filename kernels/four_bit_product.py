@@ -258,11 +258,11 @@ def multiply(
         weights: of a projection, or of all experts.
         out: `[T, out]`; with experts `[pairs, out]` in the order of pairs, or, with an activation,
             `[pairs, out / 2]` in the order of the tiles; contiguous.
-        rows: of a program: a power of two from 16.
+        rows: of a program's tile: a power of two from 16.
         tiling: see there.
         tiles: pairs by expert, if there are experts.
         top_k: experts of a token.
-        activation: of an expert's first projections; None: these are others.
+        activation: of an expert's first projections; None: no gate.
         interleaved: whether rows of gate and up alternate.
     """
     if not group_options(weights, tiling.block_in)["ALIGNED"]:  # more scales, in registers

@@ -1,9 +1,7 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """`x @ weight.T + bias` in FP8 of few rows, as in a decode step.
 
-Reading the weights takes the time. The tiling is that of `linear.py`: programs compute some
-outputs, of a range of the inputs where SMs would be idle, and the program that finishes last adds
-the ranges in order.
+Reading the weights takes the time. Programs and splits are as in `linear.py`.
 """
 
 from __future__ import annotations

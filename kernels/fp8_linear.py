@@ -179,16 +179,16 @@ def fp8_linear(
         y = multiply_few_rows(inputs, weights, x.dtype, out)
         if y is not None:
             return y
-    if tile_rows is None and len(x) and _can_scale(x, weights):
-        y = torch._scaled_mm(
-            inputs.numbers,
-            weights.numbers.t(),
-            scale_a=inputs.scale,
-            scale_b=weights.scale.t(),
-            bias=weights.bias,
-            out_dtype=x.dtype,
-        )
-        return y if out is None else out.copy_(y)
+        if _can_scale(x, weights):
+            y = torch._scaled_mm(
+                inputs.numbers,
+                weights.numbers.t(),
+                scale_a=inputs.scale,
+                scale_b=weights.scale.t(),
+                bias=weights.bias,
+                out_dtype=x.dtype,
+            )
+            return y if out is None else out.copy_(y)
     if out is None:
         out = torch.empty((len(x), len(weights.numbers)), dtype=x.dtype, device=x.device)
     if len(x):

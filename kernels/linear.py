@@ -17,7 +17,6 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import (
-    MOST_SPLIT_TILES,
     await_predecessor,
     next_power_of_2,
     overlap_options,
@@ -123,7 +122,7 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     tiles = outs // _BLOCK_OUT
     wanted = sms * (1.4 if rows <= _LEAST_ROWS else 0.8)
     split_k = 1
-    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K and tiles <= MOST_SPLIT_TILES:
+    while tiles * split_k < wanted and split_k < _MAX_SPLIT_K:
         if ins % (2 * split_k * _BLOCK_IN):
             break
         split_k *= 2

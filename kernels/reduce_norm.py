@@ -80,9 +80,10 @@ def _reduce_norm_kernel(
 
 
 def reduces_and_norms(x: torch.Tensor, memory: RankMemory) -> bool:
-    """Return whether `reduce_norm` takes these values: a round of a row for each program.
+    """Return whether `reduce_norm` takes x: at most a row for each program, in one round.
 
-    Of more rows, longer rounds are faster.
+    With more rows, the longer rounds of `all_reduce` are faster. A row of more than 4,096 numbers
+    in 16 bits does not fit into a round of eight ranks.
     """
     block_bytes = next_power_of_2(x.shape[1]) * x.element_size()
     return (

@@ -35,9 +35,9 @@ class Communicator(Protocol):
     def reduce_norm(
         self, x: Tensor, weight: Tensor, eps: float, residual: Tensor | None
     ) -> tuple[Tensor, Tensor] | None:
-        """Return what `RmsNorm` returns of the sum over the ranks, if there is a kernel for both.
+        """Return the normalised sum over the ranks and the new residual stream, by one kernel.
 
-        None, on all ranks: there is none for these sizes, and nothing has been exchanged.
+        None, on all ranks: there is no kernel for these sizes, and nothing has been exchanged.
 
         Args:
             x: see `reduce`.

@@ -83,7 +83,7 @@ class GpuCommunicator:
     def reduce_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return what `RmsNorm` returns of the sum over the ranks; None for some sizes."""
+        """Return what `RmsNorm` returns of the sum; None for other sizes, and before `join`."""
         if self._joined is not None:
             return self._joined.reduce_norm(x, weight, eps, residual)
         if self._opened is not None:

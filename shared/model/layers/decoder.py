@@ -19,7 +19,7 @@ from pagewire.shared.model.layers.experts import Experts, WithSharedExpert
 from pagewire.shared.model.layers.latent_attention import LatentAttention
 from pagewire.shared.model.layers.linear import Linear
 from pagewire.shared.model.layers.mlp import Mlp
-from pagewire.shared.model.layers.norm import Norm, RmsNorm
+from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import (
     NamedParameters,
     PlainTensor,
@@ -211,6 +211,7 @@ class DecoderModel:
         norm: the normalisation of the last layer's output.
         embedding_multiplier: factor of the embeddings.
         communicator: of the ranks, each with its part of the tokens; None: the model is whole.
+        norms_add_up: whether norms add up the ranks' parts of embeddings and of layers' outputs.
     """
 
     config: ModelConfig
@@ -221,6 +222,7 @@ class DecoderModel:
     lm_head: Linear
     embedding_multiplier: float
     communicator: Communicator | None = None
+    norms_add_up: bool = False
 
     @torch.inference_mode()
     def forward(
@@ -260,15 +262,14 @@ class DecoderModel:
         return self.norm(hidden, residual)[0]
 
     def _embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings `[T, hidden]` of tokens `[T]`, or a part if norms add up."""
+        """Return the embeddings `[T, hidden]` of tokens `[T]`, or this rank's part of them."""
         if self.communicator is None:
             return F.embedding(token_ids, self.embed_tokens)
         rows = token_ids - self.tokens.ranges[0][0]
         is_other = (rows < 0) | (rows >= self.tokens.count)
         hidden = F.embedding(rows.masked_fill(is_other, 0), self.embed_tokens)
         hidden.masked_fill_(is_other[:, None], 0.0)
-        is_part = isinstance(self.norm, RmsNorm) and self.norm.communicator is not None
-        return hidden if is_part else self.communicator.reduce(hidden)
+        return hidden if self.norms_add_up else self.communicator.reduce(hidden)
 
     @torch.inference_mode()
     def compute_logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

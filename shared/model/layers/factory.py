@@ -397,16 +397,19 @@ class LayerFactory:
         lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
             lm_head.use(Unquantized(lm_head.shape, embed_tokens, None, self._ops))
-        adds_up = isinstance(layers[-1], PreNormLayer) and self._norms.can_add_up(config)
+        norms_add_up = self._norms.can_add_up(config) and all(
+            isinstance(layer, PreNormLayer) for layer in layers
+        )
         model = DecoderModel(
             config,
             embed_tokens,
             tokens,
             layers,
-            self._norms.of_sum(config) if adds_up else self._norm(config),
+            self._norms.of_sum(config) if norms_add_up else self._norm(config),
             lm_head,
             embedding_multiplier or config.embedding_multiplier,
             self._communicator,
+            norms_add_up,
         )
         self.methods.choose(model.parameters())
         return model
