@@ -159,6 +159,7 @@ def load_ranks(
     *,
     quantization: Quantization = "auto",
     load_format: LoadFormat = "safetensors",
+    batch_invariant: bool = False,
 ) -> Iterator[Any]:
     """Yield a checkpoint's model in float32, divided among ranks that share a device.
 
@@ -172,7 +173,7 @@ def load_ranks(
             config,
             torch.device(device),
             torch.float32,
-            load_ops(backend, device),
+            load_ops(backend, device, batch_invariant),
             load_format,
             shard=shard,
             communicator=communicator,

@@ -32,9 +32,13 @@ class NormFactory:
     communicator: Communicator | None
 
     def can_add_up(self, config: ModelConfig) -> bool:
-        """Return whether `of_sum` normalises what layers return."""
+        """Return whether `of_sum` normalises what layers return.
+
+        Never in batch-invariant mode: a kernel that adds up few rows and normalises them adds
+        squares in another order than the one that normalises many.
+        """
         is_plain = config.residual_multiplier == 1.0 and config.norm_style != "centred"
-        return is_plain and self.communicator is not None
+        return is_plain and self.communicator is not None and not self.ops.batch_invariant
 
     def of_sum(self, config: ModelConfig) -> Norm:
         """Return a normalisation of the sum of the ranks' rows, if it `can_add_up`."""

@@ -139,6 +139,18 @@ def test_a_layer_adds_up_no_more_than_it_must(tmp_path: Path, family: str, reduc
     assert counts == [1 + reduces * len(ours.layers)] * 2  # and once for the embeddings
 
 
+@pytest.mark.parametrize(
+    ("family", "batch_invariant", "expected"),
+    [("llama", False, True), ("llama", True, False), ("cohere", False, False)],
+)
+def test_norms_add_up_where_that_changes_no_bits_of_a_row(
+    tmp_path: Path, family: str, batch_invariant: bool, expected: bool
+) -> None:
+    write_tiny_model(tmp_path, family, "groups-of-1-tied")
+    with load_ranks(tmp_path, 2, batch_invariant=batch_invariant) as ours:
+        assert [model.norms_add_up for model in ours.models] == [expected] * 2
+
+
 def test_each_rank_has_its_part_of_the_memory(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, "llama", "groups-of-1-tied", tie_word_embeddings=False)
     with load_ranks(tmp_path, 1) as one, load_ranks(tmp_path, 4) as four:
