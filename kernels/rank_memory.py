@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-# Programs of a launch at most, each with flags and receive buffers of its own; all run at once.
-# Measured on two H200s: with 64, sums from 4 MB on take up to 1.3 times as long.
+# Programs of a launch at most, each with flags and receive buffers of its own. All run at once, so
+# a GPU has no more than multiprocessors. Measured on two H200s: with 64, sums from 4 MB on take up
+# to 1.3 times as long.
 PROGRAMS = 128
 # What a program receives in a round from all ranks, at most.
 ROUND_BYTES = 64 << 10

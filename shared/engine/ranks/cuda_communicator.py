@@ -17,9 +17,10 @@ import msgspec
 import torch
 from msgspec import Meta
 
+from pagewire.kernels._launch import sm_count
 from pagewire.kernels.all_gather import Columns, all_gather
 from pagewire.kernels.all_reduce import all_reduce
-from pagewire.kernels.rank_memory import RankMemory, buffer_bytes, make_rank_memory
+from pagewire.kernels.rank_memory import PROGRAMS, RankMemory, buffer_bytes, make_rank_memory
 from pagewire.kernels.reduce_norm import reduce_norm, reduces_and_norms
 from pagewire.shared.base.errors import ConfigError, RankError, TransferError
 from pagewire.shared.engine.ranks.communicator import STEP_S, SocketCommunicator
@@ -41,11 +42,13 @@ class _Offer(msgspec.Struct, frozen=True):
         gpu: name of its GPU, for errors.
         handle: CUDA IPC handle of its buffer, if it has one.
         problem: why it cannot go on; empty if it can.
+        programs: how many of an exchange its GPU runs at once, one on each multiprocessor.
     """
 
     gpu: str
     handle: Annotated[bytes, Meta(max_length=device_memory.HANDLE_BYTES)] = b""
     problem: str = ""
+    programs: Annotated[int, Meta(ge=1, le=PROGRAMS)] = PROGRAMS
 
 
 @dataclass(slots=True, eq=False)
@@ -167,8 +170,9 @@ def open_cuda_communicator(
         addresses, problem = _map_others(offers, control.rank, device, undo)
         addresses.insert(control.rank, own)
         _exchange(control, _Offer(offer.gpu, problem=problem))
-        memory = make_rank_memory(control.rank, addresses, device, timeout_s)
-        alone = make_rank_memory(control.rank, [own] * count, device, 0.0)
+        programs = min(each.programs for each in offers)
+        memory = make_rank_memory(control.rank, addresses, device, timeout_s, programs)
+        alone = make_rank_memory(control.rank, [own] * count, device, 0.0, programs)
         undo.callback(_Stop(memory))
         torch.cuda.synchronize(device)
         return CudaCommunicator(control, device, memory, timeout_s, alone, undo.pop_all())
@@ -188,7 +192,8 @@ def _allocate(device: torch.device, count: int, undo: ExitStack) -> tuple[_Offer
         return _Offer(gpu, problem=f"its memory cannot be shared: {exc}; {_ADVICE}"), 0
     buffer.zero_()
     torch.cuda.synchronize(device)  # before another rank writes
-    return _Offer(gpu, handle), buffer.data_ptr()
+    programs = min(PROGRAMS, sm_count(device)) if is_gpu else PROGRAMS
+    return _Offer(gpu, handle, programs=programs), buffer.data_ptr()
 
 
 def _map_others(
