@@ -67,7 +67,7 @@ def make_faults(cluster: LocalCluster, are_answered: threading.Event) -> int:
         time.sleep(rng.uniform(0.1, 1.0))
         before = epoch_of(cluster, worker)
         os.kill(rank_pid(cluster, worker, rank), signum)
-        wait_until(partial(is_back, cluster, worker, before), 60, lambda: cluster.output)
+        wait_until(partial(is_back, cluster, worker, before), 60, lambda: cluster.output, every=0.1)
         cluster.wait_whole()
     raise AssertionError("unreachable")
 

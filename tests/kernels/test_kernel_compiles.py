@@ -12,7 +12,7 @@ from pagewire.kernels import BATCH_DEPENDENT, OP_NAMES
 
 ATTENTION = ("paged_decode", "paged_prefill", "latent_attention", "latent_prefill")
 MIXTURES = ("route", "experts")
-AMONG_RANKS = ("all_reduce", "all_gather")
+AMONG_RANKS = ("all_reduce", "reduce_norm", "all_gather")
 QUANTISED = ("fp8_linear", "fp8_experts", "four_bit_linear", "four_bit_experts")
 OTHERS = tuple(name for name in OP_NAMES if name not in ATTENTION + MIXTURES + QUANTISED)
 

@@ -1,7 +1,6 @@
 """Products of quantised inputs with weights in FP8, of projections and of experts.
 
-In Triton's interpreter, what rounds up to a power of two becomes half of it. So inputs are numbers
-of e4m3 whose largest is the largest of all, which convert exactly.
+Inputs are numbers of e4m3 whose largest is the largest of all, which convert exactly.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ from pagewire.kernels.fp8_numbers import UNSCALED, Fp8Weights
 from pagewire.kernels.gated_silu import GatedSilu
 from pagewire.kernels.kv_staging import make_copy_list, packed_bytes
 from pagewire.kernels.rank_memory import RankMemory, make_rank_memory
+from pagewire.kernels.reduce_norm import reduce_norm
 from pagewire.kernels.routing import Routing
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables
 from pagewire.tests.support.ptx_uniformity import find_divergences
@@ -107,7 +108,7 @@ DECODES = (
 )
 _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 
-AMONG_RANKS = ("all_reduce", "all_gather")  # operations that are not of one backend
+AMONG_RANKS = ("all_reduce", "reduce_norm", "all_gather")  # operations that are not of one backend
 
 Call = Callable[[], object]
 
@@ -282,6 +283,10 @@ def _among_ranks(ops: Ops, dtype: torch.dtype) -> Iterator[tuple[str, Any, list[
         memory = make_rank_memory(1, range(ranks), cpu, 5.0)
         for tokens in (1, 256):
             yield "all_reduce", all_reduce, [torch.empty(tokens, 4096, dtype=dtype), memory]
+            if tokens == 1:
+                x = torch.empty(tokens, 4096, dtype=dtype)
+                for residual in (None, x):
+                    yield "reduce_norm", reduce_norm, [x, x[0], 1e-5, residual, memory]
             columns = Columns.of((16032,) * ranks, cpu)
             x = torch.empty(tokens, 16032, dtype=dtype)
             yield "all_gather", all_gather, [x, columns, memory]
