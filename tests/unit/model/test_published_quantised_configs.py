@@ -41,12 +41,12 @@ def write(path: Path, model: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("name", SERVED)
 def test_tensors_and_bytes_are_those_of_the_files(tmp_path: Path, name: str) -> None:
-    """Scales in INT4 take more here: they are in float32, and zeros have a byte each."""
+    """Scales and zeros in INT4 take more here: they are in float32."""
     config = load_config(write(tmp_path, SERVED[name]))
     model = build_model(config, META, getattr(torch, config.dtype), load_ops("torch", "cpu"), 1)
     stored = sum(each.nbytes for each in model.stored())
     if "gigabytes" in SERVED[name]:
-        assert stored / 1e9 == pytest.approx(SERVED[name]["gigabytes"], rel=0.05)
+        assert stored / 1e9 == pytest.approx(SERVED[name]["gigabytes"], rel=0.1)
     expected: dict[str, str] = SERVED[name]["tensors"]
     found: dict[str, set[str]] = {layer: set() for layer in expected}
     for section in model.sections():
