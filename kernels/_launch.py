@@ -22,7 +22,6 @@ _INTERPRETED_SMS = 4
 # In larger batches (measured on an H200), early programs cost more than they save: they crowd on
 # the SMs that have room.
 _MOST_OVERLAPPING_ROWS = 16
-_SPLIT_TILES = 4096  # more than the SMs of any device, which limit splits
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 
@@ -43,15 +42,6 @@ def sm_count(device: torch.device) -> int:
 @lru_cache(maxsize=16)
 def _is_hopper_or_newer(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@lru_cache(maxsize=16)
-def split_counters(device: torch.device) -> torch.Tensor:
-    """Return counters of the splits of a tile that are done, which every launch leaves at zero.
-
-    All launches share them, so they must run one after another, on one stream.
-    """
-    return torch.zeros(_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 def can_copy_tiles(device: torch.device) -> bool:

@@ -15,7 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import await_predecessor, overlap_options, split_counters
+from pagewire.kernels._launch import await_predecessor, overlap_options
+from pagewire.kernels._splits import add_splits, finish_split, split_counters
 from pagewire.kernels.expert_tiles import TileList
 from pagewire.kernels.four_bits import APART, FourBitWeights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
@@ -200,15 +201,10 @@ def _four_bit_product_kernel(
     if SPLIT_K > 1:
         size = rows.to(tl.int64) * outs
         sums = partial_ptr + target.to(tl.int64)[None, :] * outs + row[:, None]
-        tl.store(sums + split * size, acc, mask=mask)
-        tl.debug_barrier()  # all threads must have stored before the counter changes
-        counter = counters_ptr + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(counter, 1, sem="acq_rel") < SPLIT_K - 1:
+        counter = counters_ptr + tl.program_id(0)  # there is one tile of rows
+        if not finish_split(acc, sums, size, mask, counter, split, SPLIT_K):
             return
-        tl.store(counter, 0)
-        acc = tl.zeros([BLOCK_OUT, ROWS], dtype=tl.float32)
-        for other in tl.static_range(SPLIT_K):
-            acc += tl.load(sums + other * size, mask=mask, other=0.0, cache_modifier=".cg")
+        acc = add_splits(sums, size, mask, counter, SPLIT_K)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + expert * outs + row, mask=wanted, other=0.0)
         acc += bias.to(tl.float32)[:, None]

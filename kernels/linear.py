@@ -21,8 +21,8 @@ from pagewire.kernels._launch import (
     next_power_of_2,
     overlap_options,
     sm_count,
-    split_counters,
 )
+from pagewire.kernels._splits import add_splits, finish_split, split_counters
 
 # cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
 MOST_ROWS = 64
@@ -84,15 +84,11 @@ def _linear_kernel(
     offsets = row[None, :] * outs + columns[:, None]
     is_last = True
     if SPLIT_K > 1:
-        tl.store(partial_ptr + split * rows * outs + offsets, acc, mask=seen)
-        tl.debug_barrier()  # all threads must have stored before the counter changes
-        is_last = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel") == SPLIT_K - 1
+        sums, size, counter = partial_ptr + offsets, rows * outs, counters_ptr + tile
+        stored = tl.broadcast_to(seen, acc.shape)
+        is_last = finish_split(acc, sums, size, stored, counter, split, SPLIT_K)
         if is_last:
-            tl.store(counters_ptr + tile, 0)
-            acc = tl.zeros([BLOCK_OUT, BLOCK_ROWS], dtype=tl.float32)
-            for other in tl.static_range(SPLIT_K):
-                part = partial_ptr + other * rows * outs + offsets
-                acc += tl.load(part, mask=seen, other=0.0, cache_modifier=".cg")
+            acc = add_splits(sums, size, stored, counter, SPLIT_K)
     if is_last:
         if HAS_BIAS:
             acc += tl.load(bias_ptr + columns).to(tl.float32)[:, None]
