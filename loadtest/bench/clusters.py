@@ -19,6 +19,7 @@ from typing import get_args
 
 from pagewire.loadtest import cluster
 from pagewire.loadtest.cluster import BenchError, Running, server, wait_ready
+from pagewire.services.cli.up.machine import visible_gpus
 from pagewire.shared.settings.types import Policy
 
 READY_TIMEOUT_S = 240.0
@@ -135,28 +136,33 @@ def running_vllm(
     environment: dict[str, str],
     logs: Path,
     *,
-    gpus_each: int,
-    linked: bool,
-    max_num_seqs: int,
-    api_servers: int,
+    gpus_each: int = 1,
+    servers: int = 2,
+    linked: bool = False,
+    max_num_seqs: int = 256,
+    api_servers: int = 1,
+    budget: int | None = None,
 ) -> Iterator[list[str]]:
-    """Start vLLM on two GPUs, a server on each or one on both; yield the URLs.
+    """Start servers of vLLM, each on GPUs of its own; yield their URLs.
 
     Args:
         model: the model's directory.
         environment: see `vllm_environment`.
         logs: folder for their output.
         gpus_each: of a server.
+        servers: number of servers.
         linked: whether they can send KV to each other.
         max_num_seqs: number of sequences that a server runs at once.
         api_servers: number of processes of a server that take requests.
+        budget: largest number of tokens per step; None: vLLM's default.
 
     Raises:
         BenchError: a server did not start or stop.
     """
     with contextlib.ExitStack() as stack:
         started = []
-        for gpu in range(0, 2, gpus_each):
+        gpus = visible_gpus(servers * gpus_each, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        for number in range(servers):
             port = late_port()
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
             command += ["--served-model-name", "m", "--port", str(port)]
@@ -165,18 +171,21 @@ def running_vllm(
             command += ["--tensor-parallel-size", str(gpus_each)]
             command += ["--max-num-seqs", str(max_num_seqs), "--gpu-memory-utilization", "0.8"]
             command += ["--no-enable-prefix-caching"]
+            if budget is not None:
+                command += ["--max-num-batched-tokens", str(budget)]
             if linked:
                 command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
+            own = gpus[number * gpus_each :][:gpus_each]
             env = {
                 **environment,
-                "CUDA_VISIBLE_DEVICES": ",".join(str(gpu + n) for n in range(gpus_each)),
+                "CUDA_VISIBLE_DEVICES": ",".join(own),
                 "HF_HUB_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "VLLM_USE_FLASHINFER_SAMPLER": "0",
                 "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
                 "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
             }
-            log = logs / f"vllm-{gpu}.log"
+            log = logs / f"vllm-{number}.log"
             process = stack.enter_context(server(command, log, env))
             started.append((process, log, f"http://127.0.0.1:{port}"))
         for process, log, url in started:

@@ -3,8 +3,8 @@
     python -P -m pagewire.loadtest.bench.engine --parts ttft decode throughput
 
 Prints one JSON line per result: medians of several runs, with lowest and highest. `of_ceiling` of a
-decode step is the ratio of (bytes of weights and KV read) / (device copy bandwidth, measured in the
-same run, times the number of devices) to the step's time.
+decode step is the ratio of (bytes of weights and KV read, if they are in bf16) / (device copy
+bandwidth, measured in the same run, times the number of devices) to the step's time.
 """
 
 from __future__ import annotations
@@ -219,6 +219,8 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
         type=int,
         help=f"tokens of a step; default: {BUDGET}, for vLLM its own",
     )
+    parser.add_argument("--quantization", choices=["fp8"], help="of the weights")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     args = parser.parse_args()
     is_default = args.model == DEFAULT_MODEL
     args.prompts = args.prompts or list(PROMPTS if is_default else LONG_PROMPTS)
@@ -248,6 +250,8 @@ def main() -> None:
             max_num_batched_tokens=args.budget or BUDGET,
             max_num_seqs=args.max_num_seqs,
             tensor_parallel_size=args.tensor_parallel_size,
+            quantization=args.quantization or "auto",
+            kv_cache_dtype=args.kv_cache_dtype,
             enable_prefix_caching=False,
         )
         emit("start", s=time.perf_counter() - start, blocks=llm.block_counts().total)

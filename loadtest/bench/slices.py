@@ -2,8 +2,8 @@
 
 Eight streams, while two prompts of 8,192 tokens arrive a second, at one aggregated worker with
 random weights: first with steps of fixed sizes, then with objectives for the streams' gaps, by
-which the worker chooses the size. The table has the streams' gaps and the long prompts' time to
-first token, in ms.
+which the worker chooses the size. Where vLLM can be imported, it runs with the same steps. The
+table has the streams' gaps and the long prompts' time to first token, in ms.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from pagewire.loadtest.bench.client import Client
-from pagewire.loadtest.bench.clusters import Topology, run_bench, running_cluster
+from pagewire.loadtest.bench.clusters import (
+    Topology,
+    run_bench,
+    running_cluster,
+    running_vllm,
+    vllm_environment,
+)
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row, isolation_row, streams
 from pagewire.loadtest.bench.shapes import SHAPES
@@ -60,7 +66,14 @@ def results(args: argparse.Namespace) -> Iterator[Row]:
             topology = Topology(0, 1, size)
             with running_cluster(model, topology, Path(folder), *options) as cluster:
                 for row in asyncio.run(measure(cluster.url, [{}, *objectives], args.times)):
-                    yield {"step": size, **row}
+                    yield {"system": "Pagewire", "step": size, **row}
+        environment = vllm_environment(args.vllm, pair=False)
+        if environment is None:
+            return
+        for size in args.sizes:
+            with running_vllm(model, environment, Path(folder), servers=1, budget=size) as [url]:
+                for row in asyncio.run(measure(url, [{}], args.times)):
+                    yield {"system": "vLLM", "step": size, **row}
 
 
 def main() -> int:
@@ -71,6 +84,7 @@ def main() -> int:
     parser.add_argument("--objectives", nargs="+", type=float, default=[15, 10, 8], help="in ms")
     parser.add_argument("--times", type=int, default=3, help="runs of each case")
     parser.add_argument("--num-blocks", type=int, help="size of the KV pool")
+    parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
     args = parser.parse_args()
 
     def work() -> None:

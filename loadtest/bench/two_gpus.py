@@ -129,6 +129,7 @@ def _measure_vllm(
             environment,
             logs,
             gpus_each=args.tensor_parallel_size,
+            servers=2 // args.tensor_parallel_size,
             linked=linked,
             max_num_seqs=args.max_num_seqs,
             api_servers=api_servers,

@@ -63,6 +63,8 @@ def main() -> None:
             max_num_seqs=args.max_num_seqs,
             tensor_parallel_size=args.tensor_parallel_size,
             max_num_batched_tokens=args.budget,
+            quantization=args.quantization,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         emit("start", s=time.perf_counter() - start)
 
