@@ -20,7 +20,6 @@ from pagewire.kernels.four_bits import APART, FourBitWeights
 from pagewire.kernels.linear import linear
 
 _MOST_ROWS = 128  # with more, the matrix is dequantised first
-_FEW_ROWS = 32
 _LEAST_ROWS = 16  # fewest rows of a matrix product
 _BLOCK_OUT, _BLOCK_IN = 64, 128  # that a program dequantises
 
@@ -93,15 +92,16 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int, element_size: int) -
     """
     if element_size == 4:  # no tensor cores: tiles that fit into registers
         return Tiling(32, 64, 1, 2, 4)
-    few = rows <= _FEW_ROWS
     if rows <= _LEAST_ROWS:
-        tiling = Tiling(64, 256, 1, 3, 4)
-    elif few:
-        tiling = Tiling(128, 128, 1, 3, 4)
+        tiling, most_waves = Tiling(64, 256, 1, 3, 4), 4
+    elif rows <= 32:
+        tiling, most_waves = Tiling(128, 128, 1, 3, 4), 4
+    elif rows <= 64:
+        tiling, most_waves = Tiling(128, 64, 1, 4, 4), 2
     else:
-        tiling = Tiling(128, 64, 1, 4, 8) if rows <= _MOST_ROWS // 2 else Tiling(128, 128, 1, 3, 8)
+        tiling, most_waves = Tiling(128, 128, 1, 3, 8), 1
     tiles = triton.cdiv(outs, tiling.block_out)
-    most_programs = (4 if few else 1) * sms
+    most_programs = most_waves * sms
     most_split_k = 8 if 8 * tiles <= sms else 4
     split_k = 1
     while 2 * tiles * split_k <= most_programs and split_k < most_split_k:

@@ -19,7 +19,7 @@ from pagewire.kernels._launch import (
     sm_count,
 )
 from pagewire.kernels._splits import add_splits, finish_split, split_counters
-from pagewire.kernels.fp8_inputs import Quantised
+from pagewire.kernels.fp8_inputs import MOST_OVERLAPPING_ROWS, Quantised
 from pagewire.kernels.fp8_numbers import Fp8Weights
 
 _MOST_ROWS = 64
@@ -177,6 +177,6 @@ def multiply_few_rows(
         STAGES=_STAGES,
         HAS_BIAS=weights.bias is not None,
         num_warps=4,
-        **overlap_options(device, rows),
+        **overlap_options(device, rows, MOST_OVERLAPPING_ROWS),
     )
     return out

@@ -14,6 +14,8 @@ from pagewire.kernels.fp8_numbers import LARGEST, LEAST_SCALE
 
 _MOST_AT_ONCE = 16384  # inputs of a token that a program quantises at a time
 _A_WARP = 512  # of these
+# With at most this number of rows, the product's first weights are loaded meanwhile.
+MOST_OVERLAPPING_ROWS = 64
 
 
 class Quantised(NamedTuple):
@@ -110,6 +112,6 @@ def quantise(x: torch.Tensor, columns: int, input_scale: torch.Tensor | None) ->
             IS_WHOLE=columns <= block,
             BLOCK=block,
             num_warps=min(max(block // _A_WARP, 1), 16),
-            **overlap_options(x.device, rows),
+            **overlap_options(x.device, rows, MOST_OVERLAPPING_ROWS),
         )
     return Quantised(numbers, scale)

@@ -10,6 +10,7 @@ positions are split; earlier blocks are not read, nor are their entries in the b
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -248,23 +249,40 @@ def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT
     return min(range(1, most + 1), key=cost)
 
 
-def choose_stages_and_warps(
-    programs: int, splits: int, group_pad: int, itemsize: int, sms: int, converted_dim: int = 0
-) -> tuple[int, int]:
-    """Return the stages and the warps of a program.
+class Tiling(NamedTuple):
+    """Tiling of a program: positions of a tile, stages and warps."""
+
+    tile: int
+    stages: int
+    warps: int
+
+
+def choose_tiling(
+    programs: int, group_pad: int, dim_pad: int, itemsize: int, cache_itemsize: int, sms: int
+) -> Tiling:
+    """Return the tiling of the programs, by measurements on an H200.
 
     Args:
         programs: batch rows times KV heads.
-        splits: of each context.
         group_pad: query heads of a program, padded.
-        itemsize: bytes of a number.
+        dim_pad: size of a head, padded.
+        itemsize: bytes of a number of a query.
+        cache_itemsize: bytes of a number of the cache.
         sms: streaming multiprocessors of the device.
-        converted_dim: size of heads whose numbers are converted; 0 if they are not.
     """
-    are_many = splits == 1 and programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
-    # Two warps have registers for 16 query heads in 16 bits, and to convert heads of up to 128.
-    two_fit = group_pad == 16 and itemsize == 2 and converted_dim <= 128
-    return (_STAGES_OF_MANY, 2) if are_many and two_fit else (_STAGES, 4)
+    is_converted = cache_itemsize != itemsize
+    if itemsize == 4 or dim_pad > 128:  # no registers to convert more numbers at once
+        cache_itemsize = itemsize
+    # These programs have no splits: `choose_splits`. Two warps have registers for 16 query heads in
+    # 16 bits, and to convert heads of up to 128.
+    are_many = programs >= _WAVES_OF_MANY * _RESIDENT_OF_MANY * sms
+    if are_many and group_pad == 16 and itemsize == 2 and not (is_converted and dim_pad > 128):
+        return Tiling(_tile(dim_pad * itemsize), _STAGES if is_converted else _STAGES_OF_MANY, 2)
+    return Tiling(_tile(dim_pad * cache_itemsize), _STAGES, 4)
+
+
+def _tile(key_bytes: int) -> int:
+    return min(max(_TILE_BYTES // key_bytes, 16), 128)
 
 
 def paged_decode(
@@ -293,22 +311,18 @@ def paged_decode(
     if rows == 0:
         return out
     kv_heads, block_size = k_cache.shape[1], k_cache.shape[2]
-    dim_pad = next_power_of_2(dim)
-    tile = min(max(_TILE_BYTES // (dim_pad * q.element_size()), 16), 128)
+    group, dim_pad = heads // kv_heads, next_power_of_2(dim)
+    group_pad = max(16, next_power_of_2(group))
+    programs, sms = rows * kv_heads, sm_count(q.device)
+    itemsizes = q.element_size(), k_cache.element_size()
+    tile, stages, warps = choose_tiling(programs, group_pad, dim_pad, *itemsizes, sms)
     longest = block_tables.shape[1] * block_size
     tiles = max(1, -(-min(longest, window or longest) // tile))
-    programs, sms = rows * kv_heads, sm_count(q.device)
     splits = choose_splits(programs, tiles, sms)
     partial = lse = out  # unused without a split
     if splits > 1:
         partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
         lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
-    group = heads // kv_heads
-    group_pad = max(16, next_power_of_2(group))
-    converted_dim = 0 if k_cache.dtype == q.dtype else dim_pad
-    stages, warps = choose_stages_and_warps(
-        programs, splits, group_pad, q.element_size(), sms, converted_dim
-    )
     _paged_decode_kernel[(kv_heads, splits, rows)](
         q,
         k_cache,

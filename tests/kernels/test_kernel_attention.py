@@ -183,15 +183,19 @@ def test_choice_of_splits(programs, tiles, expected):
 
 
 @pytest.mark.parametrize(
-    ("programs", "splits", "group_pad", "itemsize", "expected"),
+    ("programs", "group_pad", "itemsizes", "expected"),
     [
-        pytest.param(1024, 1, 16, 2, (4, 2), id="128-sequences-with-8-heads"),
-        pytest.param(800, 1, 16, 2, (5, 4), id="too-few-to-fill-all-sms-twice"),
-        pytest.param(1024, 2, 16, 2, (5, 4), id="splits"),
-        pytest.param(4096, 1, 32, 2, (5, 4), id="wide-groups"),
-        pytest.param(4096, 1, 16, 4, (5, 4), id="float32"),
+        pytest.param(1024, 16, (2, 2), (64, 4, 2), id="128-sequences-with-8-heads"),
+        pytest.param(800, 16, (2, 2), (64, 5, 4), id="too-few-to-fill-all-sms-twice"),
+        pytest.param(4096, 32, (2, 2), (64, 5, 4), id="wide-groups"),
+        pytest.param(4096, 16, (4, 4), (32, 5, 4), id="float32"),
+        pytest.param(1024, 16, (2, 1), (64, 5, 2), id="fp8"),
+        pytest.param(800, 16, (2, 1), (128, 5, 4), id="fp8-too-few"),
+        pytest.param(800, 16, (4, 1), (32, 5, 4), id="fp8-float32"),
     ],
 )
-def test_many_programs_have_two_warps(programs, splits, group_pad, itemsize, expected):
-    chosen = decode_module.choose_stages_and_warps(programs, splits, group_pad, itemsize, 132)
+def test_choice_of_tilings(programs, group_pad, itemsizes, expected):
+    chosen = decode_module.choose_tiling(programs, group_pad, 128, *itemsizes, 132)
     assert chosen == expected
+    if chosen.warps == 2:
+        assert decode_module.choose_splits(programs, 4096, 132) == 1
