@@ -22,6 +22,7 @@ _INTERPRETED_SMS = 4
 # In larger batches (measured on an H200), early programs cost more than they save: they crowd on
 # the SMs that have room.
 _MOST_OVERLAPPING_ROWS = 16
+LEAST_ROWS = 16  # of a matrix product of the tensor cores
 MIN_HEAD_DIM = 16
 MAX_HEAD_DIM = 256
 

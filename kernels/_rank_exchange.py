@@ -1,6 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """How one program of each rank exchanges values with the same program of the others.
 
+`all_reduce.py`, `reduce_norm.py` and `all_gather.py` use it.
+
 Each program writes its values into the other ranks' receive buffers, then a flag, and waits for the
 others' flags: a round. All ranks launch the same kernels with the same grids in the same order, so
 that a program is in the same round on all ranks, or one ahead. Its number of rounds is in device

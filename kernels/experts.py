@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pagewire.kernels._launch import (
+    LEAST_ROWS,
     await_predecessor,
     can_copy_tiles,
     next_power_of_2,
@@ -31,7 +32,6 @@ from pagewire.kernels.expert_tiles import TileList, list_tiles
 from pagewire.kernels.few_experts import are_few, few_experts
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
-_LEAST_ROWS = 16  # fewest rows of a matrix product
 _MAX_BLOCK = 1024
 
 
@@ -263,7 +263,7 @@ def _choose_tiling(dtype: torch.dtype, rows: int, large_stages: int) -> _Tiling:
         return _Tiling(32, 32, 2, 8)
     if rows == MOST_ROWS:  # products take the time: larger tiles read less from the L2 cache
         return _Tiling(128, 64, large_stages, 8)
-    return _Tiling(64, 128 if rows == _LEAST_ROWS else 64, 3, 4)
+    return _Tiling(64, 128 if rows == LEAST_ROWS else 64, 3, 4)
 
 
 def _can_describe(rows: int, *matrices: torch.Tensor) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from pagewire.kernels._launch import LEAST_ROWS
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.expert_sizes import MOST_ROWS, rows_in_four_bits
 from pagewire.kernels.expert_tiles import TileList, list_tiles
@@ -15,7 +16,6 @@ from pagewire.kernels.four_bit_product import Tiling, multiply
 from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 
-_LEAST_ROWS = 16  # fewest rows of a matrix product
 _FEW_ROWS = 64
 
 
@@ -23,7 +23,7 @@ def _choose_tiling(dtype: torch.dtype, rows: int, is_e2m1: bool) -> Tiling:
     """Return what was fastest on an H200 with the experts of Qwen3-30B-A3B."""
     if dtype == torch.float32:  # no tensor cores: tiles that fit into registers
         return Tiling(32, 32, 1, 2, 8)
-    if rows == _LEAST_ROWS:
+    if rows == LEAST_ROWS:
         return Tiling(64, 256, 1, 3, 4)
     if rows <= _FEW_ROWS:
         return Tiling(64, 128, 1, 3, 4)

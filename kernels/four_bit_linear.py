@@ -14,13 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2, sm_count
+from pagewire.kernels._launch import LEAST_ROWS, next_power_of_2, sm_count
 from pagewire.kernels.four_bit_product import Tiling, dequantise, group_options, multiply
 from pagewire.kernels.four_bits import APART, FourBitWeights
 from pagewire.kernels.linear import linear
 
 _MOST_ROWS = 128  # with more, the matrix is dequantised first
-_LEAST_ROWS = 16  # fewest rows of a matrix product
 _BLOCK_OUT, _BLOCK_IN = 64, 128  # that a program dequantises
 
 
@@ -92,7 +91,7 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int, element_size: int) -
     """
     if element_size == 4:  # no tensor cores: tiles that fit into registers
         return Tiling(32, 64, 1, 2, 4)
-    if rows <= _LEAST_ROWS:
+    if rows <= LEAST_ROWS:
         tiling, most_waves = Tiling(64, 256, 1, 3, 4), 4
     elif rows <= 32:
         tiling, most_waves = Tiling(128, 128, 1, 3, 4), 4
@@ -134,5 +133,5 @@ def four_bit_linear(
     if out is None:
         out = torch.empty((len(x), outs), dtype=x.dtype, device=x.device)
     tiling = choose_tiling(len(x), outs, weights.ins, sm_count(x.device), x.element_size())
-    rows = min(max(next_power_of_2(len(x)), _LEAST_ROWS), _MOST_ROWS)
+    rows = min(max(next_power_of_2(len(x)), LEAST_ROWS), _MOST_ROWS)
     return multiply(x, weights, out, rows, tiling)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import (
+    LEAST_ROWS,
     await_predecessor,
     next_power_of_2,
     overlap_options,
@@ -23,7 +24,6 @@ from pagewire.kernels.fp8_inputs import MOST_OVERLAPPING_ROWS, Quantised
 from pagewire.kernels.fp8_numbers import Fp8Weights
 
 _MOST_ROWS = 64
-_LEAST_ROWS = 16  # of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128  # inputs whose products a matrix instruction may add
 _MAX_SPLIT_K = 4
@@ -170,7 +170,7 @@ def multiply_few_rows(
         SCALE_ROWS=weights.block[0],
         HAS_BLOCKS=groups > 1,
         STEP=weights.block[1],
-        BLOCK_ROWS=max(next_power_of_2(rows), _LEAST_ROWS),
+        BLOCK_ROWS=max(next_power_of_2(rows), LEAST_ROWS),
         BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,
         SPLIT_K=split_k,

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
-"""Inputs of products in FP8: each token's numbers and scales."""
+"""Inputs of matrix products in FP8: each token's numbers and scales."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._launch import LEAST_ROWS, next_power_of_2
 from pagewire.kernels.expert_tiles import TileList
 from pagewire.kernels.fp8_few_rows import multiply_few_rows
 from pagewire.kernels.fp8_inputs import Quantised, quantise
@@ -26,7 +26,6 @@ from pagewire.kernels.reference import fp8_linear as by_torch
 
 _BLOCK_IN = 128
 _BLOCK_OUT = 64
-_LEAST_ROWS = 16  # fewest rows of a matrix product
 _MOST_ROWS = 128
 _ALIGNED = 16  # cuBLAS takes sizes that are multiples of it
 
@@ -192,7 +191,7 @@ def fp8_linear(
     if out is None:
         out = torch.empty((len(x), len(weights.numbers)), dtype=x.dtype, device=x.device)
     if len(x):
-        by_rows = min(max(next_power_of_2(len(x)), _LEAST_ROWS), _MOST_ROWS)
+        by_rows = min(max(next_power_of_2(len(x)), LEAST_ROWS), _MOST_ROWS)
         multiply(inputs, weights, out, tile_rows or by_rows)
     return out
 

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from pagewire.kernels._launch import (
+    LEAST_ROWS,
     await_predecessor,
     next_power_of_2,
     overlap_options,
@@ -27,7 +28,6 @@ from pagewire.kernels._splits import add_splits, finish_split, split_counters
 # cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
 MOST_ROWS = 64
 _LARGE = 1 << 25  # elements of a weight
-_LEAST_ROWS = 16  # fewest rows of a matrix product
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
 _MAX_SPLIT_K = 4
@@ -116,7 +116,7 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     if rows > MOST_ROWS // 2 and outs % large == 0 and outs // large >= sms:
         return _Tiling(large, 1, 3)
     tiles = outs // _BLOCK_OUT
-    wanted = sms * (1.4 if rows <= _LEAST_ROWS else 0.8)
+    wanted = sms * (1.4 if rows <= LEAST_ROWS else 0.8)
     split_k = 1
     while tiles * split_k < wanted and split_k < _MAX_SPLIT_K:
         if ins % (2 * split_k * _BLOCK_IN):
@@ -169,7 +169,7 @@ def linear(
         outs,
         ins,
         x.stride(0),
-        BLOCK_ROWS=max(next_power_of_2(rows), _LEAST_ROWS),
+        BLOCK_ROWS=max(next_power_of_2(rows), LEAST_ROWS),
         BLOCK_OUT=tiling.block_out,
         BLOCK_IN=_BLOCK_IN,
         SPLIT_K=tiling.split_k,

@@ -1,7 +1,7 @@
-"""Logits of the distribution that a token was drawn from, in plain torch on any device.
+"""Logits after temperature and limits, as sampling saw them, in plain torch on any device.
 
-Few requests ask for them, and no token is drawn from them. So there is no kernel, and sorting the
-rows is fast enough.
+For `logprobs_mode: processed`. Few requests ask for it, so there is no kernel, and sorting the rows
+is fast enough.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ come back through cluster/, dispatch/, text/ and http/.
 
 Entry point: `run` (main.py); `service.py` composes the parts, `operator_pages.py` those that
 operators see.
-Read first: `http/routes/generation.py`, `dispatch/dispatcher.py`, `placement/policy.py`.
+Read first: `http/routes/generation.py`, `dispatch/dispatcher.py`, `placement/predicted.py`.
 
 May import: `shared`, except what needs torch.
 """

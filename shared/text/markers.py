@@ -1,4 +1,4 @@
-"""The special tokens that grammars can name only by their ids, not by their texts."""
+"""Finds special tokens in a text: grammars of answers and tool calls name these by their ids."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class ChoiceTimings(msgspec.Struct, kw_only=True):
     Attributes:
         placed_ms: until it was sent to a decode worker.
         migrations: how often it changed its decode worker.
-        workers: all decode workers that it had.
+        workers: all workers that have worked on it, prefill workers included.
     """
 
     index: int
