@@ -51,9 +51,6 @@ def _reduce_norm_kernel(
     for row in tl.range(program, rows, tl.num_programs(0)):
         place = row * HIDDEN + lanes
         x = tl.load(x_ptr + place, mask=mask, other=0.0)
-        if HAS_RESIDUAL:  # so that it is there once the other ranks' values are
-            source = residual_ptr + row * residual_stride + lanes
-            residual = tl.load(source, mask=mask, other=0.0)
         number = exchange(
             x,
             lanes,
@@ -72,6 +69,8 @@ def _reduce_norm_kernel(
         )
         summed = add_up(x, lanes, mask, number, rank, own, COUNT, PROGRAMS)
         if HAS_RESIDUAL:
+            source = residual_ptr + row * residual_stride + lanes
+            residual = tl.load(source, mask=mask, other=0.0)
             summed = (summed.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(residual_out_ptr + place, summed, mask=mask)
         wide = summed.to(tl.float32)
