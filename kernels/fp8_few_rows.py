@@ -122,7 +122,7 @@ def choose_split(rows: int, outs: int, ins: int, sms: int) -> int | None:
     """
     if not 0 < rows <= _MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
         return None
-    fewest = 2 if rows <= _MOST_ROWS // 2 else 4  # more rows are costly to add
+    fewest = 2 if rows <= LEAST_ROWS else 4  # more rows are costly to add
     split_k = 1
     while (
         fewest * split_k * outs // _BLOCK_OUT <= sms
@@ -151,8 +151,9 @@ def multiply_few_rows(
         return None
     if out is None:
         out = torch.empty((rows, outs), dtype=dtype, device=device)
-    partial = inputs.scale  # unused without a split
-    if split_k > 1:
+    partial, most_overlapping = inputs.scale, MOST_OVERLAPPING_ROWS
+    if split_k > 1:  # twice the programs: with more rows they would delay the quantising
+        most_overlapping = 4
         partial = torch.empty((split_k, rows, outs), dtype=torch.float32, device=device)
     _few_rows_kernel[(outs // _BLOCK_OUT, split_k)](
         inputs.numbers,
@@ -177,6 +178,6 @@ def multiply_few_rows(
         STAGES=_STAGES,
         HAS_BIAS=weights.bias is not None,
         num_warps=4,
-        **overlap_options(device, rows, MOST_OVERLAPPING_ROWS),
+        **overlap_options(device, rows, most_overlapping),
     )
     return out
