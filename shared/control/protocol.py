@@ -31,7 +31,7 @@ from pagewire.shared.request.sampling import RequestSpec
 from pagewire.shared.request.sampling_types import LogId, OwnerName
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-PROTOCOL_VERSION = 22
+PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 << 20
 FORGOTTEN_EPOCH = 0  # workers' epochs begin above it
 
