@@ -81,12 +81,15 @@ def test_closing_frees_the_memory_and_ends_what_waits(gpus: tuple[int, ...]) -> 
         on_all(ranks, "rehearse", calls)
         on_all(ranks, "run", calls)
         on_all(ranks, "close")
-        free = ranks[0].call("free_bytes")
-        for _ in range(3):
-            on_all(ranks, "open")
-            assert on_all(ranks, "run", calls) == [[]] * len(gpus)
-            on_all(ranks, "close")
-        assert ranks[0].call("free_bytes") > free - (4 << 20)
+        lost = []  # other tests may take memory of the GPU meanwhile
+        while not lost or (min(lost) > 4 << 20 and len(lost) < 10):
+            free = ranks[0].call("free_bytes")
+            for _ in range(3):
+                on_all(ranks, "open")
+                assert on_all(ranks, "run", calls) == [[]] * len(gpus)
+                on_all(ranks, "close")
+            lost.append(free - ranks[0].call("free_bytes"))
+        assert min(lost) <= 4 << 20
         on_all(ranks, "open")
         begin = time.monotonic()
         ranks[0].call("launch", calls[0])
