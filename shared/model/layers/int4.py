@@ -276,8 +276,8 @@ class Int4Linear:
 
 def _unpacked(words: torch.Tensor) -> torch.Tensor:
     """Return the numbers of rows of words, the lowest bits first: `[rows, 8 * words]` uint8."""
-    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
-    return (words[..., None] >> shifts & 15).to(torch.uint8).flatten(1)
+    pairs = words.contiguous().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(1)
 
 
 _Tensors = dict[str, tuple[tuple[int, ...], torch.dtype]]
