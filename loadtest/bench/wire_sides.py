@@ -26,7 +26,7 @@ from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
-from pagewire.shared.engine.execution.pending import PendingTokens
+from pagewire.shared.engine.execution.pending import PendingTokens, StepEvents
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -107,7 +107,7 @@ class ProductsRunner(ModelRunner):
     operand: torch.Tensor | None = None
     timers: queue.SimpleQueue[DeviceTimer] = field(default_factory=queue.SimpleQueue)
 
-    def _launch(self, plan: StepPlan) -> PendingTokens:
+    def _launch(self, plan: StepPlan, events: StepEvents | None) -> PendingTokens:
         if plan.chunks:
             timer = DeviceTimer(self.state.device)
             self._multiply(PREFILL_PRODUCTS)
@@ -116,7 +116,7 @@ class ProductsRunner(ModelRunner):
         elif plan.decodes:
             self._multiply(STEP_PRODUCTS)
         tokens = torch.full((plan.num_samples,), 7, device=self.state.device)
-        return PendingTokens(plan.number, tokens)
+        return PendingTokens(plan.number, tokens, events=events)
 
     def _multiply(self, times: int) -> None:
         operand = self.operand

@@ -252,7 +252,7 @@ class EngineCore:
             self.steps.fail()
             return
         self._failures.clear()
-        self.steps.finish()
+        self.steps.finish(result.times)
         try:
             self.stats.tokens_generated += accept(launched, result, self.sequences)
         except Exception:

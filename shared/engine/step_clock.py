@@ -17,6 +17,7 @@ from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.scheduling.step import DeviceTimes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,10 +104,16 @@ class StepClock:
         self._running.append(step)
         self.on_change(step)
 
-    def finish(self) -> None:
-        """Note that the oldest step has ended, and learn from it."""
+    def finish(self, times: DeviceTimes | None = None) -> None:
+        """Note that the oldest step has ended, and learn from it.
+
+        Args:
+            times: by the device's clock; None if it has none.
+        """
         now, step = self.clock(), self._running.popleft()
         seconds = now - max(step.began_s, self._ended_s)
+        if times is not None:  # the step was launched while another ran, or on an idle device
+            seconds = times.since_last_s if step.began_s < self._ended_s else times.own_s
         self._ended_s, self.finished = now, self.finished + 1
         self._report_end()
         self.usual_s = min(seconds, self.usual_s * 1.02)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import LlamaConfig
 
 from pagewire import LLM, AsyncLLM, SamplingParams
 from pagewire.loadtest.bench.shapes import LLAMA_8B
+from pagewire.loadtest.bench.step_costs import RecordedCosts
 from pagewire.shared.costs.step_work import NOTHING, StepWork
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.settings.config import EngineSettings, load_settings
@@ -80,6 +82,20 @@ def test_a_worker_knows_the_prices_of_its_steps_at_once() -> None:
     assert prices.steps > prices.prompt_steps > 3
     assert 0 < prices.step_s(StepWork(16, 4800)) < prices.step_s(NOTHING.with_chunk(0, 20_000))
     assert engine.core.scheduler.pool.num_available == POOL["num_blocks"]
+
+
+def test_steps_take_as_long_as_the_gpus_clock_says() -> None:
+    llm = LLM("demo", device="cuda", **POOL)
+    core = llm.engine.core
+    core.steps.costs = costs = RecordedCosts(core.steps.costs)
+    prompts = _prompts(llm, 8, 300)
+    began_s = time.monotonic()
+    llm.generate(prompts, SamplingParams(max_tokens=200, ignore_eos=True))
+    took_s = time.monotonic() - began_s
+    seconds = [each for _, _, each in costs.steps]
+    assert len(seconds) >= 200
+    assert min(seconds) > 0
+    assert 0.5 * took_s < sum(seconds) < took_s
 
 
 def test_log_probabilities_equal_the_cpus() -> None:

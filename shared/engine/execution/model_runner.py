@@ -30,7 +30,12 @@ from pagewire.shared.engine.execution.cuda_graph import (
 )
 from pagewire.shared.engine.execution.decode_inputs import decode_inputs, joined
 from pagewire.shared.engine.execution.device_state import DeviceState
-from pagewire.shared.engine.execution.pending import LaunchedRows, PendingMasks, PendingTokens
+from pagewire.shared.engine.execution.pending import (
+    LaunchedRows,
+    PendingMasks,
+    PendingTokens,
+    StepEvents,
+)
 from pagewire.shared.engine.execution.plan_events import PlanEvents
 from pagewire.shared.engine.execution.pooling import Pooling
 from pagewire.shared.engine.execution.sampling_stage import (
@@ -93,6 +98,7 @@ class ModelRunner:
     _group_events: list[DeviceEvent] = field(default_factory=list)
     _records_groups: bool = False
     _awaiting: PendingMasks | None = None  # the step that waits for its masks
+    _last_step: StepEvents | None = None  # of the last step that was launched; None on a CPU
 
     def __post_init__(self) -> None:
         self.mover = BlockMover(self.ops, self.kv_pool, self.layout)
@@ -116,6 +122,7 @@ class ModelRunner:
         """
         if self._awaiting is not None:
             raise IntegrityError(f"step {self._awaiting.number} waits for masks")
+        own_events = self._begin_step()
         if plan.copies:
             self._copy_blocks(plan.copies)
         if any(isinstance(work, Expect) for work in plan.kv):
@@ -127,7 +134,7 @@ class ModelRunner:
         self.sampling.apply(plan)
         self.scoring.apply(plan)
         self.pooling.apply(plan)
-        pending = self._launch(plan)
+        pending = self._launch(plan, own_events)
         if self._records_groups:
             is_complete = len(self._group_events) == len(self.layout.layer_groups)
             events = self._group_events if is_complete else [self.mover.record_event()]
@@ -145,22 +152,25 @@ class ModelRunner:
         if pending is None or pending.number != masks.number:
             raise IntegrityError(f"step {masks.number} does not wait for masks")
         self.sampling.set_masks(masks.masks, masks.skipped_rows)
-        pending.tokens = self._sample(pending.number, pending.rows)
+        pending.tokens = self._sample(pending.number, pending.rows, pending.events)
+
+    def _begin_step(self) -> StepEvents | None:
+        return StepEvents(self._last_step) if self.kv_pool.is_cuda else None
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         sources, targets = self.state.upload([list(side) for side in zip(*copies, strict=True)])
         words = as_words(self.kv_pool)  # torch on a CPU cannot copy rows of FP8 by index
         words.index_copy_(0, targets, words.index_select(0, sources))
 
-    def _launch(self, plan: StepPlan) -> PendingTokens | PendingMasks:
+    def _launch(self, plan: StepPlan, events: StepEvents | None) -> PendingTokens | PendingMasks:
         slots, chunks = plan.decodes, plan.chunks
         if not plan.has_rows:
             return PendingTokens(plan.number, torch.empty(0, dtype=torch.int64))
         rows = self._replay(slots, chunks) or self._run(slots, chunks)
         if plan.awaits_masks:
-            self._awaiting = PendingMasks(plan.number, rows)
+            self._awaiting = PendingMasks(plan.number, rows, events)
             return self._awaiting
-        return self._sample(plan.number, rows)
+        return self._sample(plan.number, rows, events)
 
     def _replay(self, slots: list[int], chunks: list[PrefillChunk]) -> LaunchedRows | None:
         """Run a step's forward by a CUDA graph, or return None if none covers it."""
@@ -183,14 +193,17 @@ class ModelRunner:
         graphs = self.sampling_graphs
         return None if graphs is None else LaunchedRows(slots, partial(graphs.sample, len(slots)))
 
-    def _sample(self, number: int, rows: LaunchedRows) -> PendingTokens:
+    def _sample(self, number: int, rows: LaunchedRows, events: StepEvents | None) -> PendingTokens:
         """Launch a step's sampling, and log probabilities if a device slot asks for them."""
         shaped = self.sampling.is_shaped(rows.slots)
         sampled = rows.sample(shaped)
         if self.scoring.of_tokens:
             logits = self.sampling.drawn_from(sampled, shaped)
             self.scoring.score_tokens(sampled, logits, rows.slots)
-        return PendingTokens(number, sampled.tokens, [*self.scoring.flush(), *self.pooling.flush()])
+        scored, pooled = self.scoring.flush(), self.pooling.flush()
+        pending = PendingTokens(number, sampled.tokens, [*scored, *pooled], events)
+        self._last_step = events
+        return pending
 
     def decode(self, slots: torch.Tensor, on_layer_end: OnLayerEnd | None = None) -> Forwarded:
         """Run the forward of a decode step of these device slots, [B] int64.
@@ -326,7 +339,7 @@ class ModelRunner:
         """Do parts of a move and a launch, without effect, as `BlockMoves` says."""
         self.mover.warm_launch_path()
         self.state.apply_padding()
-        PendingTokens(0, self.state.last_token[:1])
+        PendingTokens(0, self.state.last_token[:1], events=self._begin_step())
 
     def unpack(
         self,

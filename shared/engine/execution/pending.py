@@ -11,7 +11,7 @@ from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.engine.execution.pooling import DeviceEmbedding
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 from pagewire.shared.engine.execution.scoring import DeviceScores
-from pagewire.shared.engine.scheduling.step import StepResult, StepScores
+from pagewire.shared.engine.scheduling.step import DeviceTimes, StepResult, StepScores
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -33,39 +33,66 @@ class LaunchedRows:
     sample: Callable[[bool], Sampled]
 
 
-class PendingTokens:
-    """Tokens of a launched step, and the log probabilities that requests asked for."""
+class StepEvents:
+    """When steps begin and end on a GPU, by its own clock.
 
-    __slots__ = ("_event", "_host", "_number", "_scores")
+    The host notes the end of a step late if it launches another one meanwhile, kernel by kernel.
+    """
+
+    __slots__ = ("began", "end", "last_end")
+
+    def __init__(self, last: StepEvents | None) -> None:
+        """Record the begin of a step; `last` is the step before."""
+        self.began, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.began.record()
+        self.last_end = self.began if last is None else last.end
+
+    def times(self) -> DeviceTimes:
+        """Return how long the step took; it has ended."""
+        own_ms = self.began.elapsed_time(self.end)
+        return DeviceTimes(own_ms / 1e3, self.last_end.elapsed_time(self.end) / 1e3)
+
+
+class PendingTokens:
+    """Tokens of a launched step, and the log probabilities that requests asked for.
+
+    Args:
+        number: of the step's plan.
+        tokens: on the device.
+        scores: likewise.
+        events: of the step; None on a CPU, where it has ended.
+    """
+
+    __slots__ = ("_events", "_host", "_number", "_scores")
 
     def __init__(
         self,
         number: int,
         tokens: torch.Tensor,
         scores: Sequence[DeviceScores | DeviceEmbedding] = (),
+        events: StepEvents | None = None,
     ) -> None:
-        self._number = number
-        self._event: torch.cuda.Event | None = None
+        self._number, self._events = number, events
         self._host = _to_host(tokens)
         self._scores = [each.map(_to_host) for each in scores] if scores else None
-        if tokens.is_cuda:
-            self._event = torch.cuda.Event()
-            self._event.record()
+        if events is not None:
+            events.end.record()
 
     def is_done(self) -> bool:
         """Whether the tokens are here, without waiting."""
-        return self._event is None or self._event.query()
+        return self._events is None or self._events.end.query()
 
     def wait(self) -> StepResult:
         """Wait for the step and return its tokens."""
-        if self._event is not None:
-            self._event.synchronize()
-        if self._scores is None:
-            return StepResult(self._number, self._host.tolist())
-        found = StepScores()
-        for scores in self._scores:
-            scores.add_to(found)
-        return StepResult(self._number, self._host.tolist(), found)
+        times, found = None, None
+        if self._events is not None:
+            self._events.end.synchronize()
+            times = self._events.times()
+        if self._scores is not None:
+            found = StepScores()
+            for scores in self._scores:
+                scores.add_to(found)
+        return StepResult(self._number, self._host.tolist(), found, times)
 
 
 @dataclass(slots=True)
@@ -74,11 +101,13 @@ class PendingMasks:
 
     Attributes:
         rows: in the order of the step's tokens.
+        events: of the step; None on a CPU.
         tokens: once they are sampled.
     """
 
     number: int
     rows: LaunchedRows
+    events: StepEvents | None = None
     tokens: PendingTokens | None = None
 
     def is_done(self) -> bool:

@@ -217,6 +217,18 @@ class StepScores(msgspec.Struct, frozen=True):
     embeddings: dict[int, bytes] = {}
 
 
+class DeviceTimes(msgspec.Struct, frozen=True):
+    """How long a step took, by the device's clock.
+
+    Attributes:
+        own_s: seconds from its begin on the device to its end.
+        since_last_s: seconds from the end of the step before.
+    """
+
+    own_s: float
+    since_last_s: float
+
+
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens that a step has sampled.
 
@@ -224,11 +236,13 @@ class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
         number: the plan's number.
         tokens: one for each decode row, then one for each chunk that samples.
         scores: None if no device slot asks for any.
+        times: None if the device has no clock.
     """
 
     number: int
     tokens: list[int]
     scores: StepScores | None = None
+    times: DeviceTimes | None = None
 
 
 class GrammarMasks(msgspec.Struct, frozen=True, tag=True):

@@ -11,6 +11,7 @@ from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.decode_batch import DecodeRows
 from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
+from pagewire.shared.engine.scheduling.step import DeviceTimes
 from pagewire.shared.engine.step_clock import RunningStep, StepClock
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.worker.metrics import EngineCollector
@@ -56,6 +57,18 @@ def test_a_step_begins_when_the_one_before_has_ended() -> None:
     assert clocked.began_s() is None
     assert clocked.learnt.seconds == [2.0, 1.0]
     assert clocked.clock.finished == 2
+
+
+def test_the_devices_clock_says_how_long_a_step_took() -> None:
+    """The host notes the end of the first step late, since it launches the second one."""
+    clocked = Clocked()
+    clocked.at(1.0).begin(Schedule())
+    clocked.at(1.5).begin(Schedule())
+    clocked.at(3.0).finish(DeviceTimes(own_s=0.6, since_last_s=9.0))
+    clocked.at(3.1).finish(DeviceTimes(own_s=1.2, since_last_s=1.3))
+    clocked.at(5.0).begin(Schedule())
+    clocked.at(6.0).finish(DeviceTimes(own_s=0.7, since_last_s=2.7))
+    assert clocked.learnt.seconds == [0.6, 1.3, 0.7]
 
 
 def test_steps_that_fail_teach_nothing() -> None:
