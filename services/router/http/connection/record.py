@@ -40,18 +40,6 @@ class RequestRecord:
         span: the request's span; None before its answers begin, or if it is not traced.
     """
 
-    __slots__ = (
-        "answers",
-        "error",
-        "key",
-        "outcome",
-        "request_id",
-        "scope",
-        "span",
-        "start",
-        "status",
-    )
-
     def __init__(self, scope: Scope) -> None:
         self.request_id = request_id_of(scope["headers"])
         self.scope, self.start = scope, time.monotonic()

@@ -80,22 +80,6 @@ class AnswerSet:
         OverloadedError: the queue is full (raised by the constructor).
     """
 
-    __slots__ = (
-        "_admitted_at",
-        "_answers",
-        "_arrived",
-        "_backlog",
-        "_ended_at",
-        "_failure",
-        "_is_idle",
-        "_push",
-        "_request",
-        "_sources",
-        "_start",
-        "_unended",
-        "finish_reasons",
-    )
-
     def __init__(
         self,
         dispatcher: Dispatcher,
