@@ -195,12 +195,10 @@ class EventStream(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self._answers, self._form = answers, form
         self._first, self._rest = first, rest
         self._send_timeout_s = send_timeout_s
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream, as ASGI has it."""

@@ -93,14 +93,12 @@ class EmbeddingResponse(Response):
     ) -> None:
         self.status_code = 200
         self.background = None
-        self.body = b""
         self._embeddings, self._vectors, self._form = embeddings, vectors, form
         self._send_timeout_s = send_timeout_s
         num_tokens = embeddings.num_tokens
         whole = msgspec.json.encode(Embeddings([], model, InputUsage(num_tokens, num_tokens)))
         self._begin, _, self._end = whole.partition(b"[]")
         self.init_headers()
-        del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the embeddings through ASGI, until the client disconnects."""
