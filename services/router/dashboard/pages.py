@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from importlib import resources
 
 from starlette.requests import Request
@@ -43,12 +43,21 @@ def dashboard_routes(document: Callable[[], Awaitable[bytes]]) -> list[BaseRoute
     folder = resources.files(__package__)
     for name, kind in FILES.items():
         path = PAGE if name == "page.html" else f"{PAGE}/{name}"
-        routes.append(_file_route(path, folder.joinpath(name).read_bytes(), kind))
+        routes.append(file_route(path, folder.joinpath(name).read_bytes(), kind, HEADERS))
     return routes
 
 
-def _file_route(path: str, content: bytes, kind: str) -> Route:
+def file_route(path: str, content: bytes, kind: str, headers: Mapping[str, str]) -> Route:
+    """Return a route that serves a file's content.
+
+    Args:
+        path: where it is.
+        content: the file's.
+        kind: its media type.
+        headers: of the response.
+    """
+
     async def show(_request: Request) -> Response:
-        return Response(content, media_type=kind, headers=HEADERS)
+        return Response(content, media_type=kind, headers=headers)
 
     return Route(path, show)

@@ -7,14 +7,12 @@ nothing of the server, asks for the key and sends it with what a reader tries ou
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from importlib import resources
-from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from pagewire.services.router.dashboard.pages import HEADERS
+from pagewire.services.router.dashboard.pages import HEADERS, file_route
 from pagewire.services.router.http.openapi.document import openapi_document
 from pagewire.services.router.http.routes.generation import service_of
 
@@ -40,6 +38,9 @@ _HEADERS = {
 DOCS_PATHS = frozenset(FILES)
 
 docs_router = APIRouter(redirect_slashes=False, include_in_schema=False)
+docs_router.routes.extend(
+    file_route(path, file.read_bytes(), kind, _HEADERS) for path, (file, kind) in FILES.items()
+)
 
 
 @docs_router.get("/openapi.json")
@@ -48,16 +49,3 @@ async def show_document(request: Request) -> Response:
     service = service_of(request)
     body = openapi_document(service.api_keys is not None, service.model.name)
     return Response(body, media_type="application/json")
-
-
-def _shows(file: Traversable, kind: str) -> Callable[[], Awaitable[Response]]:
-    content = file.read_bytes()
-
-    async def show() -> Response:
-        return Response(content, media_type=kind, headers=_HEADERS)
-
-    return show
-
-
-for _path, (_file, _kind) in FILES.items():
-    docs_router.get(_path)(_shows(_file, _kind))
