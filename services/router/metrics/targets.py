@@ -6,7 +6,7 @@ port. A router also has the label `router`, a worker the label `worker`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,24 +26,22 @@ def describe_targets(
         workers: the live ones.
         others: workers of another protocol version, whose metrics show their release.
     """
-    targets = [*_routers(routers), *_workers([*workers, *others])]
-    return sorted(targets, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
+    all_workers: list[WorkerRecord | OtherVersion] = [*workers, *others]
+    targets = [
+        *(_target(each.metrics_endpoint, "router", "router", each.router_id) for each in routers),
+        *(
+            _target(each.metrics_endpoint or "", each.role or "unknown", "worker", each.worker_id)
+            for each in all_workers
+        ),
+    ]
+    known = [target for target in targets if target is not None]
+    return sorted(known, key=lambda each: (each["labels"]["role"], each["labels"]["instance"]))
 
 
-def _routers(records: Sequence[RouterRecord]) -> Iterator[dict[str, Any]]:
-    for record in records:
-        if address := _address(record.metrics_endpoint):
-            name = record.router_id
-            labels = {"role": "router", "router": name, "instance": name}
-            yield {"targets": [address], "labels": labels}
-
-
-def _workers(records: Sequence[WorkerRecord | OtherVersion]) -> Iterator[dict[str, Any]]:
-    for record in records:
-        if address := _address(record.metrics_endpoint or ""):
-            name = record.worker_id
-            labels = {"role": record.role or "unknown", "worker": name, "instance": name}
-            yield {"targets": [address], "labels": labels}
+def _target(endpoint: str, role: str, kind: str, name: str) -> dict[str, Any] | None:
+    if (address := _address(endpoint)) is None:
+        return None
+    return {"targets": [address], "labels": {"role": role, kind: name, "instance": name}}
 
 
 def _address(endpoint: str) -> str | None:

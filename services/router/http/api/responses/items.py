@@ -125,10 +125,7 @@ class OutputItems:
         return objects.ResponseEvent(type=kind, output_index=len(self.items) - 1, item=item)
 
     def _text_event(self, kind: str, **fields: Any) -> objects.ResponseEvent:
-        index = len(self.items) - 1
-        return objects.ResponseEvent(
-            type=kind, item_id=self.items[-1].id, output_index=index, content_index=0, **fields
-        )
+        return self._event(kind, content_index=0, **fields)
 
     def _event(self, kind: str, **fields: Any) -> objects.ResponseEvent:
         index = len(self.items) - 1
