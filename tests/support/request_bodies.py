@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,22 +17,30 @@ from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.settings.config import RouterSettings
 
-MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
-PLAIN = ServedModel.load(RouterSettings(served_model_name="m", generation_config="none"))
 CONTEXT = 512
 
 
+def served_model(**settings: Any) -> ServedModel:
+    """Return the demo model with a context of `CONTEXT` tokens."""
+    loaded = ServedModel.load(RouterSettings(served_model_name="m", **settings))
+    return replace(loaded, max_model_len=CONTEXT)
+
+
+MODEL = served_model()
+PLAIN = served_model(generation_config="none")
+
+
 def completion(**body: Any) -> GenerationInput:
-    return read_completion(encoded({"model": "m", "prompt": "Hi", **body}), MODEL, CONTEXT)
+    return read_completion(encoded({"model": "m", "prompt": "Hi", **body}), MODEL)
 
 
 def chat(**body: Any) -> GenerationInput:
     messages = [{"role": "user", "content": "Hi"}]
-    return read_chat(encoded({"model": "m", "messages": messages, **body}), MODEL, CONTEXT)
+    return read_chat(encoded({"model": "m", "messages": messages, **body}), MODEL)
 
 
 def embedding(**body: Any) -> GenerationInput:
-    return read_embedding(encoded({"model": "m", "input": "Hi", **body}), MODEL, CONTEXT)
+    return read_embedding(encoded({"model": "m", "input": "Hi", **body}), MODEL)
 
 
 def encoded(body: Any) -> bytes:

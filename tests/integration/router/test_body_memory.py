@@ -13,6 +13,7 @@ import pytest
 
 from pagewire.services.router.http.api.openai.generation import GenerationInput
 from pagewire.services.router.http.body_processes import reader as body_reader
+from pagewire.services.router.http.body_processes.body_messages import BodyJob
 from pagewire.services.router.http.body_processes.reader import THREAD_BODY_BYTES, BodyReader
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
@@ -47,7 +48,7 @@ def mine() -> list[int]:
 def test_a_body_that_takes_too_much_memory_is_refused_alone(bodies: BodyReader, raw: bytes) -> None:
     async def scenario() -> None:
         def read(each: bytes) -> Awaitable[GenerationInput]:
-            return bodies.read_elsewhere("chat", each, CONTEXT, "a")
+            return bodies.read_elsewhere(BodyJob("chat", CONTEXT, len(each)), each, "a")
 
         assert (await read(ORDINARY)).prompts
         (before,) = mine()
@@ -70,7 +71,8 @@ def test_such_a_body_is_read_where_there_is_more_memory() -> None:
 
     async def scenario() -> None:
         for raw in (LISTS, WORD):
-            assert (await bodies.read_elsewhere("chat", raw, CONTEXT, "a")).prompts
+            job = BodyJob("chat", CONTEXT, len(raw))
+            assert (await bodies.read_elsewhere(job, raw, "a")).prompts
 
     try:
         run_async(scenario())

@@ -156,14 +156,14 @@ def test_a_value_that_cannot_be_shown_or_compared_is_refused_by_its_field(value)
     for field in ("logit_bias", "temperature", "n", "prompt"):
         raw = b'{"model": "m", "prompt": "Hi", "%s": %s}' % (field.encode(), value.encode())
         with pytest.raises(InvalidRequestError):
-            read_completion(raw, MODEL, CONTEXT)
+            read_completion(raw, MODEL)
 
 
 @pytest.mark.parametrize("last", ["[]", "[3]", "[{}]", "7", "null"])
 def test_a_wrong_field_that_comes_twice_is_refused(last):
     raw = f'{{"model": "m", "messages": [{{"role": "x"}}], "messages": {last}}}'
     with pytest.raises(InvalidRequestError) as caught:
-        read_chat(raw.encode(), MODEL, CONTEXT)
+        read_chat(raw.encode(), MODEL)
     assert caught.value.param == "messages[0].role"
 
 
@@ -200,7 +200,7 @@ def test_a_body_nested_to_any_depth_is_read_or_refused(kind: BodyKind, fields: s
         raw = f'{{"model": "m", {fields.replace("DEEP", "[" * depth + "]" * depth)}}}'.encode()
         body = with_history(raw, b"") if kind.startswith("response") else raw
         try:
-            read_body(kind, body, MODEL, CONTEXT)
+            read_body(kind, body, MODEL)
         except InvalidRequestError as exc:
             refused.add(exc.message)
     assert any(
@@ -233,17 +233,17 @@ def test_half_of_a_surrogate_pair_is_called_so(kind, fields, param):
     raw = f'{{"model": "m", "max_tokens": 5, {fields}}}'.encode()
     says = rf"^{re.escape(param)}: .*\\u[0-9a-f]{{4}} is half of a surrogate pair: "
     with pytest.raises(InvalidRequestError, match=says) as caught:
-        read_body(kind, with_history(raw, b"") if kind == "response" else raw, MODEL, CONTEXT)
+        read_body(kind, with_history(raw, b"") if kind == "response" else raw, MODEL)
     assert caught.value.param == param
 
 
 def test_what_only_looks_like_half_of_a_surrogate_pair_is_taken():
     raw = rb'{"model": "m", "prompt": "\\ud800 \ud83d\ude00"}'
-    assert read_body("completion", raw, MODEL, CONTEXT).prompts
+    assert read_body("completion", raw, MODEL).prompts
     deep = rb'{"model": "m", "prompt": "\ud800", "x": ' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     for broken in (raw[:-2], rb'{"model": "m", "prompt": "\ud800', deep):
         with pytest.raises(InvalidRequestError, match="the body is not valid JSON"):
-            read_body("completion", broken, MODEL, CONTEXT)
+            read_body("completion", broken, MODEL)
 
 
 JSON = st.recursive(
@@ -260,7 +260,7 @@ def test_any_value_of_any_field_is_read_or_refused_with_its_name(fields):
     base = {"model": "m", "prompt": "Hi", "messages": [MESSAGE]}
     for read in (read_completion, read_chat):
         try:
-            asked = read(encoded(base | fields), MODEL, CONTEXT)
+            asked = read(encoded(base | fields), MODEL)
         except InvalidRequestError as exc:
             assert describe(exc).status in (400, 404)
             assert exc.param is not None or "not valid JSON" in exc.message
@@ -276,6 +276,6 @@ def test_any_bytes_are_read_or_refused(data):
     junk = data.draw(st.binary(max_size=6) | JSON.map(lambda value: json.dumps(value).encode()))
     for read in (read_completion, read_chat):
         try:
-            read(whole[:start] + junk + whole[end:], MODEL, CONTEXT)
+            read(whole[:start] + junk + whole[end:], MODEL)
         except InvalidRequestError as exc:
             assert describe(exc).status in (400, 404)

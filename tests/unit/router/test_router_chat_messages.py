@@ -7,16 +7,14 @@ import pytest
 
 from pagewire.services.router.http.api.openai.generation import GenerationInput, read_chat
 from pagewire.services.router.http.api.openai.prompts import MAX_CHARS_PER_TOKEN
-from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.settings.config import RouterSettings
+from pagewire.tests.support.request_bodies import MODEL
 
-MODEL = ServedModel.load(RouterSettings(served_model_name="m"))
 GOOD = {"role": "user", "content": "Hi"}
 
 
 def chat(messages: Any) -> GenerationInput:
-    return read_chat(json.dumps({"model": "m", "messages": messages}).encode(), MODEL, 512)
+    return read_chat(json.dumps({"model": "m", "messages": messages}).encode(), MODEL)
 
 
 def refused_field(messages: Any) -> str | None:

@@ -24,7 +24,7 @@ def ids_of(**body: Any) -> list[list[int]]:
 
 
 def with_rules(model: ServedModel, **body: Any) -> EmbeddingForm:
-    found = read_embedding(encoded({"model": "m", "input": "Hi", **body}), model, CONTEXT)
+    found = read_embedding(encoded({"model": "m", "input": "Hi", **body}), model)
     assert found.embedding is not None
     return found.embedding
 
@@ -75,8 +75,8 @@ def test_what_is_wrong_is_named(body: dict[str, Any], param: str, words: str) ->
 def test_errors_have_openais_kinds() -> None:
     assert isinstance(refusal(embedding, input=[5] * CONTEXT), ContextLengthError)
     assert isinstance(refusal(embedding, model="other"), ModelNotFoundError)
-    assert refusal(lambda: read_embedding(b"{", MODEL, CONTEXT)).message.startswith("the body is")
-    assert refusal(lambda: read_embedding(b'{"model": "m"}', MODEL, CONTEXT)).code == (
+    assert refusal(lambda: read_embedding(b"{", MODEL)).message.startswith("the body is")
+    assert refusal(lambda: read_embedding(b'{"model": "m"}', MODEL)).code == (
         "missing_required_parameter"
     )
 

@@ -55,7 +55,7 @@ def test_fewer_candidates_than_answers_are_refused():
 
 def test_defaults_of_a_completion():
     raw = encoded({"model": "m", "prompt": "Hi"})
-    (prompt,) = read_completion(raw, PLAIN, CONTEXT).prompts
+    (prompt,) = read_completion(raw, PLAIN).prompts
     spec = prompt.spec
     assert (spec.temperature, spec.top_p, spec.top_k) == (1.0, 1.0, 0)
     assert (spec.seed, spec.max_tokens, prompt.echo) == (None, 16, None)
@@ -69,10 +69,10 @@ def test_the_models_defaults_hold_where_a_request_says_nothing(unset):
     hello = {"messages": [{"role": "user", "content": "Hi"}]}
     for read, body in ((read_completion, {"prompt": "Hi"}), (read_chat, hello)):
         raw = encoded({"model": "m", **body, **unset})
-        assert read(raw, model, CONTEXT).prompts[0].spec == said
+        assert read(raw, model).prompts[0].spec == said
         explicit = {"temperature": 1.0, "top_p": 1, "top_k": 0, "max_tokens": 400}
         raw = encoded({"model": "m", **body, **explicit})
-        assert read(raw, model, CONTEXT).prompts[0].spec == RequestSpec(max_tokens=400)
+        assert read(raw, model).prompts[0].spec == RequestSpec(max_tokens=400)
 
 
 def test_the_demo_is_greedy_unless_asked_otherwise():
@@ -185,7 +185,7 @@ def test_a_missing_prompt_or_model_is_named():
         (read_completion, {"prompt": "Hi"}, "model"),
     ):
         with pytest.raises(InvalidRequestError) as caught:
-            read(encoded(body), MODEL, CONTEXT)
+            read(encoded(body), MODEL)
         assert (caught.value.param, caught.value.message) == (field, f"{field} is required")
 
 
@@ -212,7 +212,7 @@ def test_an_echo_without_an_answer_is_what_detokenize_says():
     for length in range(1, len(ids) + 1):
         (prompt,) = completion(prompt=ids[:length], echo=True, max_tokens=0).prompts
         raw = encoded({"model": "m", "tokens": ids[:length]})
-        assert prompt.echo == read_detokenize(raw, MODEL, CONTEXT).prompts[0].echo
+        assert prompt.echo == read_detokenize(raw, MODEL).prompts[0].echo
 
 
 def test_special_tokens_are_added_to_texts_and_on_request_to_chats():
@@ -299,7 +299,7 @@ def test_a_special_token_in_a_message_is_text_unless_the_setting_says_otherwise(
     )
     body = encoded({"model": "m", "messages": messages})
     for model, count in ((MODEL, 1), (kept, 2)):
-        ids = read_chat(body, model, CONTEXT).prompts[0].token_ids
+        ids = read_chat(body, model).prompts[0].token_ids
         assert ids.count(special) == count
         assert model.tokenizer.decode(ids, False) == model.tokenizer.render_chat(messages)
     assert completion(prompt="<|assistant|>").prompts[0].token_ids[-1] == special
@@ -322,7 +322,7 @@ def test_no_body_breaks_the_reader(fields):
     base = {"model": "m", "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
     for read in (read_completion, read_chat):
         try:
-            asked = read(encoded(base | fields), MODEL, CONTEXT)
+            asked = read(encoded(base | fields), MODEL)
         except InvalidRequestError as exc:
             assert describe(exc).status == 400
         else:

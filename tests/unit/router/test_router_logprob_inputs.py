@@ -1,5 +1,7 @@
 """Log probabilities as requests ask for them: fields that go together, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 
 from pagewire.services.router.http.api.openai.generation import read_completion
@@ -51,7 +53,7 @@ def test_tokens_in_and_out(call):
 def test_a_response_has_a_bounded_number_of_prompt_token_ids():
     def long(**body):
         asked = {"model": "m", "prompt": [[5] * 900] * 64, **body}
-        return read_completion(encoded(asked), MODEL, 1024)
+        return read_completion(encoded(asked), replace(MODEL, max_model_len=1024))
 
     assert long(return_token_ids=True, n=72).n == 72
     error = refusal(long, return_token_ids=True, n=73)

@@ -12,7 +12,7 @@ from pagewire.services.router.http.body_processes.body_messages import BodyKind
 from pagewire.services.router.http.body_processes.body_process import read_body
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import read_conversation
-from pagewire.tests.support.request_bodies import CONTEXT, MODEL, encoded
+from pagewire.tests.support.request_bodies import MODEL, encoded
 
 DATA = "iVBORw0KGgoAAAANSUhEUg" * 2
 URL = f"data:image/png;base64,{DATA}"
@@ -38,7 +38,7 @@ def refused(kind: BodyKind, body: dict[str, Any], caplog: pytest.LogCaptureFixtu
     if kind == "response":
         raw = with_history(raw, b"")
     with pytest.raises(InvalidRequestError) as caught:
-        read_body(kind, raw, MODEL, CONTEXT)
+        read_body(kind, raw, MODEL)
     for text in (caught.value.message, caught.value.param or "", caplog.text):
         for part in (DATA[:6], DATA[-6:]):
             assert part not in text

@@ -7,7 +7,6 @@ from pagewire.services.router.http.body_processes.body_process import read_body
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling import SamplingFields
 from pagewire.tests.support.request_bodies import (
-    CONTEXT,
     MODEL,
     chat,
     completion,
@@ -38,7 +37,7 @@ from pagewire.tests.support.request_bodies import (
 def test_a_body_that_is_no_json_object_is_refused(raw):
     for kind in ("completion", "chat"):
         with pytest.raises(InvalidRequestError) as caught:
-            read_body(kind, raw, MODEL, CONTEXT)
+            read_body(kind, raw, MODEL)
         assert describe(caught.value).status == 400
 
 

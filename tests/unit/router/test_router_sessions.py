@@ -17,7 +17,7 @@ from pagewire.services.router.http.api.responses.inputs import read_response, wi
 from pagewire.services.router.http.routes.generation import SESSION_HEADER, session_in_head
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.request.sampling import RequestSpec
-from pagewire.tests.support.request_bodies import CONTEXT, MODEL, chat, completion, encoded
+from pagewire.tests.support.request_bodies import MODEL, chat, completion, encoded
 
 HOUR: dict[str, Any] = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
 MINUTES: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
@@ -29,12 +29,12 @@ HELLO = {"type": "text", "text": "Hello"}
 def message(*blocks: dict[str, Any], **fields: Any) -> GenerationInput:
     content = blocks or (HELLO,)
     given = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": content}]}
-    return read_message(encoded(given | fields), MODEL, CONTEXT)
+    return read_message(encoded(given | fields), MODEL)
 
 
 def response(**fields: Any) -> GenerationInput:
     raw = encoded({"model": "m", "input": "Hello", "store": False, **fields})
-    return read_response(with_history(raw, b""), MODEL, CONTEXT)
+    return read_response(with_history(raw, b""), MODEL)
 
 
 def request_with(header: str, value: str | None) -> Request:

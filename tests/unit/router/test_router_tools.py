@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
 def chat(model: ServedModel) -> Chat:
     def read(on: ServedModel = model, **body: Any) -> GenerationInput:
         base = {"model": "m", "messages": [{"role": "user", "content": "What time is it?"}]}
-        return read_chat(encoded(base | body), on, CONTEXT)
+        return read_chat(encoded(base | body), replace(on, max_model_len=CONTEXT))
 
     return read
 
@@ -153,7 +153,7 @@ def test_a_part_that_nobody_knows_must_be_json_too(model: ServedModel, value: by
     tools = [{"type": "function", "function": {"name": "f", "unheard_of": "VALUE"}}]
     body = encoded({"model": "m", "messages": [{"role": "user", "content": "Hi"}], "tools": tools})
     with pytest.raises(InvalidRequestError, match="tools is not valid JSON: ") as caught:
-        read_chat(body.replace(b'"VALUE"', value), model, CONTEXT)
+        read_chat(body.replace(b'"VALUE"', value), replace(model, max_model_len=CONTEXT))
     assert caught.value.param == "tools"
 
 
@@ -202,7 +202,7 @@ def test_a_schema_too_large_for_a_grammar(chat: Chat) -> None:
     def read(**body: Any) -> GenerationInput:
         base = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
         model = ServedModel.load(RouterSettings(served_model_name="m", tool_parser="hermes"))
-        return read_chat(encoded(base | body), model, model_len)
+        return read_chat(encoded(base | body), replace(model, max_model_len=model_len))
 
     assert read(tools=[large]).prompts[0].spec.grammar is None
     assert read(tools=[large], tool_choice="required").prompts[0].spec.grammar is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,26 +27,27 @@ from pagewire.shared.settings.config import RouterSettings
 from pagewire.tests.support.request_bodies import CONTEXT, encoded
 from pagewire.tests.support.unknown_tokens import PROBLEM, UNKNOWN, model_with_unknown_token
 
-Read = Callable[[bytes, ServedModel, int], GenerationInput]
+Read = Callable[[bytes, ServedModel], GenerationInput]
 GOOD, BAD = "A text", f"A {UNKNOWN} token"
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ServedModel:
     path = model_with_unknown_token(tmp_path_factory.mktemp("models") / "model")
-    return ServedModel.load(RouterSettings(model=str(path), served_model_name="m"))
+    loaded = ServedModel.load(RouterSettings(model=str(path), served_model_name="m"))
+    return replace(loaded, max_model_len=CONTEXT)
 
 
 def said(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def read_turn(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
-    return read_response(with_history(raw, b""), model, max_model_len)
+def read_turn(raw: bytes, model: ServedModel) -> GenerationInput:
+    return read_response(with_history(raw, b""), model)
 
 
-def read_turn_count(raw: bytes, model: ServedModel, max_model_len: int) -> GenerationInput:
-    return read_response_count(with_history(raw, b""), model, max_model_len)
+def read_turn_count(raw: bytes, model: ServedModel) -> GenerationInput:
+    return read_response_count(with_history(raw, b""), model)
 
 
 BODIES: dict[str, tuple[Read, Callable[[str], dict[str, Any]], str]] = {
@@ -75,8 +77,8 @@ BODIES: dict[str, tuple[Read, Callable[[str], dict[str, Any]], str]] = {
 def test_a_text_with_a_token_that_the_model_lacks_is_refused(
     model: ServedModel, read: Read, body: Callable[[str], dict[str, Any]], param: str
 ) -> None:
-    assert read(encoded({"model": "m", **body(GOOD)}), model, CONTEXT).prompts
+    assert read(encoded({"model": "m", **body(GOOD)}), model).prompts
     with pytest.raises(InvalidRequestError) as caught:
-        read(encoded({"model": "m", **body(BAD)}), model, CONTEXT)
+        read(encoded({"model": "m", **body(BAD)}), model)
     assert caught.value.message == f"{param}: {PROBLEM}"
     assert caught.value.param == param

@@ -64,16 +64,14 @@ READERS: dict[BodyKind, InputReader] = {
 }
 
 
-def read_body(
-    kind: BodyKind, raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_body(kind: BodyKind, raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check and tokenize a body.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
     try:
-        return READERS[kind](raw, model, max_model_len)
+        return READERS[kind](raw, model)
     except RecursionError as exc:  # where a part of it is decoded, encoded again or rendered
         raise InvalidRequestError(
             "the body is nested too deeply: hundreds of objects and lists within each other"
@@ -96,7 +94,8 @@ def serve(connection: socket.socket) -> None:
         raw = receive_bytes(connection, job.num_bytes)
         try:
             with added_memory(most_memory(job.num_bytes)):
-                generation = read_body(job.kind, raw, model, job.max_model_len)
+                bounded = replace(model, max_model_len=job.max_model_len)
+                generation = read_body(job.kind, raw, bounded)
         except InvalidRequestError as exc:
             send_message(connection, BodyReply(BodyRefusal.of(exc), memory_bytes()))
             continue

@@ -14,6 +14,7 @@ import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -21,7 +22,6 @@ import msgspec
 from pagewire.services.router.http.api.openai.generation import GenerationInput, PromptInput
 from pagewire.services.router.http.body_processes.body_messages import (
     BodyJob,
-    BodyKind,
     BodyRefusal,
     BodyReply,
     too_costly,
@@ -71,9 +71,7 @@ class BodyReader:
         self._here, self._in_threads = Turns(1), Turns(THREADS)
         self._in_processes = Turns(PROCESSES, max_processes)
 
-    async def read_here(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
-    ) -> GenerationInput:
+    async def read_here(self, job: BodyJob, raw: bytes | bytearray, owner: str) -> GenerationInput:
         """Check and tokenize a body of up to `INLINE_BODY_BYTES`, one in each pass of the loop.
 
         It takes up to 6 ms, and there may be many at once: tokens are passed on in between.
@@ -85,13 +83,13 @@ class BodyReader:
         try:
             await asyncio.sleep(0)
             with suppress(UnboundedHereError):
-                return self._read(kind, raw, max_model_len)
+                return self._read(job, raw)
         finally:
             self._here.end(owner)
-        return await self._read_by_process(kind, raw, max_model_len, owner)
+        return await self._read_by_process(job, raw, owner)
 
     async def read_elsewhere(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
+        self, job: BodyJob, raw: bytes | bytearray, owner: str
     ) -> GenerationInput:
         """Check and tokenize a larger body, off the event loop. Cancelling it in line ends it.
 
@@ -102,15 +100,15 @@ class BodyReader:
             RequestFailedError: the process that reads it ended, or takes too long.
         """
         if len(raw) <= THREAD_BODY_BYTES:
-            read = partial(self._read, kind, raw, max_model_len)
+            read = partial(self._read, job, raw)
             with suppress(UnboundedHereError):
                 return await self._run(self._in_threads, self._threads, read, owner)
-        return await self._read_by_process(kind, raw, max_model_len, owner)
+        return await self._read_by_process(job, raw, owner)
 
     async def _read_by_process(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int, owner: str
+        self, job: BodyJob, raw: bytes | bytearray, owner: str
     ) -> GenerationInput:
-        read = partial(self._read_in_process, kind, raw, max_model_len)
+        read = partial(self._read_in_process, job, raw)
         return await self._run(self._in_processes, self._pool.threads, read, owner)
 
     async def _run(
@@ -130,12 +128,10 @@ class BodyReader:
         except TimeoutError as exc:
             raise OverloadedError(f"this large body was not read within {WAIT_S:g} s") from exc
 
-    def _read(self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int) -> GenerationInput:
-        return read_body(kind, raw, self._model, max_model_len)
+    def _read(self, job: BodyJob, raw: bytes | bytearray) -> GenerationInput:
+        return read_body(job.kind, raw, replace(self._model, max_model_len=job.max_model_len))
 
-    def _read_in_process(
-        self, kind: BodyKind, raw: bytes | bytearray, max_model_len: int
-    ) -> GenerationInput:
+    def _read_in_process(self, job: BodyJob, raw: bytes | bytearray) -> GenerationInput:
         while True:
             try:
                 process = self._pool.take(TIMEOUT_S)
@@ -144,7 +140,7 @@ class BodyReader:
                 raise RequestFailedError(problem) from exc
             was_idle = not process.is_new
             try:
-                reply, prompts = _read_there(process, BodyJob(kind, max_model_len, len(raw)), raw)
+                reply, prompts = _read_there(process, job, raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
                 ended_by = _ended_by(process, exc)

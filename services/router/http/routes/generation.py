@@ -29,7 +29,7 @@ from pagewire.services.router.http.api.openai.schemas import (
 )
 from pagewire.services.router.http.api.openai.timings import HEADER, wants_timings
 from pagewire.services.router.http.api_errors import ContextLengthError, describe, outcome_of
-from pagewire.services.router.http.body_processes.body_messages import BodyKind
+from pagewire.services.router.http.body_processes.body_messages import BodyJob, BodyKind
 from pagewire.services.router.http.body_processes.reader import INLINE_BODY_BYTES
 from pagewire.services.router.http.connection.error_forms import MODELS_PATH, is_anthropics
 from pagewire.services.router.http.connection.http_io import (
@@ -272,14 +272,12 @@ async def read_request(
 
 async def _read(request: Request, kind: BodyKind, raw: bytes | bytearray) -> GenerationInput:
     service = service_of(request)
-    reader, max_model_len = service.body_reader, service.max_model_len
-    owner = record_of(request.scope).owner
+    reader, owner = service.body_reader, record_of(request.scope).owner
+    job = BodyJob(kind, service.max_model_len, len(raw))
     try:
         if len(raw) <= INLINE_BODY_BYTES:
-            return await reader.read_here(kind, raw, max_model_len, owner)
-        return await cancel_on_disconnect(
-            request.receive, reader.read_elsewhere(kind, raw, max_model_len, owner)
-        )
+            return await reader.read_here(job, raw, owner)
+        return await cancel_on_disconnect(request.receive, reader.read_elsewhere(job, raw, owner))
     except ContextLengthError as exc:
         why = service.selector.why_no_longer(service.model.max_model_len)
         raise ContextLengthError(f"{exc.message} {why}".strip(), exc.param, exc.code) from exc

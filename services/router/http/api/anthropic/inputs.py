@@ -26,24 +26,22 @@ _SWITCHES = ("enable_thinking", "thinking")
 _FORM_FIELD, _EARLIER_FORM_FIELD = "output_config.format", "output_format"
 
 
-def read_message(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
+def read_message(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize the body of a message request.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    return chat_input(_chat(schemas.MessagesBody, raw), model, max_model_len)
+    return chat_input(_chat(schemas.MessagesBody, raw), model)
 
 
-def read_message_count(
-    raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_message_count(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize a message request whose tokens are only counted.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
-    return counted_chat(_chat(schemas.CountBody, raw), model, max_model_len)
+    return counted_chat(_chat(schemas.CountBody, raw), model)
 
 
 def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:

@@ -49,9 +49,7 @@ class EmbeddingBody(PlainBody, frozen=True, kw_only=True):
     user: Label | None = None
 
 
-def read_embedding(
-    raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_embedding(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check and tokenize the inputs of a body.
 
     Raises:
@@ -62,9 +60,8 @@ def read_embedding(
     generation = counted_input(body.model, [], unknown_fields, model)
     form = _form_of(body, model)
     (empty,) = generation.prompts
-    prompts = tuple(
-        msgspec.structs.replace(empty, token_ids=ids) for ids in _inputs(body, model, max_model_len)
-    )
+    inputs = _inputs(body, model)
+    prompts = tuple(msgspec.structs.replace(empty, token_ids=ids) for ids in inputs)
     numbers = len(prompts) * (form.dimensions or model.hidden_size)
     if numbers > MAX_NUMBERS:
         raise InvalidRequestError(
@@ -75,17 +72,17 @@ def read_embedding(
     return msgspec.structs.replace(generation, prompts=prompts, embedding=form)
 
 
-def _inputs(body: EmbeddingBody, model: ServedModel, max_model_len: int) -> list[list[int]]:
+def _inputs(body: EmbeddingBody, model: ServedModel) -> list[list[int]]:
     """Return the token ids of each input."""
     if body.input == "" or (isinstance(body.input, list) and "" in body.input):
         raise InvalidRequestError("input must not have an empty string", "input")
     adds_special, kept = body.add_special_tokens is not False, body.truncate_prompt_tokens
-    longest, most = max_model_len - 1, max(MAX_INPUT_TOKENS, max_model_len)
+    longest, most = model.max_model_len - 1, max(MAX_INPUT_TOKENS, model.max_model_len)
     inputs: list[list[int]] = []
     total = 0
     for prompt in split_prompts(body.input, "input", MAX_INPUTS):
         number = len(inputs)
-        ids = prompt_ids(prompt, model, max_model_len, adds_special, "input")
+        ids = prompt_ids(prompt, model, adds_special, "input")
         ids = last_tokens(ids, kept, longest)
         if not ids:
             raise InvalidRequestError(f"input {number} has no tokens", "input")

@@ -41,7 +41,7 @@ from pagewire.shared.tool_calls.form_grammar import (
 )
 from pagewire.shared.tool_calls.tool_request import answer_parsing, tool_grammars
 
-InputReader = Callable[[bytes | bytearray, ServedModel, int], "GenerationInput"]
+InputReader = Callable[[bytes | bytearray, ServedModel], "GenerationInput"]
 
 MAX_PROMPTS = 64
 DEFAULT_TOKENS = 16  # length of a completion that gives none
@@ -172,9 +172,7 @@ class GenerationInput(msgspec.Struct, frozen=True, tag=True):
         return changed.with_grammar(first)
 
 
-def read_completion(
-    raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_completion(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check and tokenize the body of a completion request.
 
     Raises:
@@ -186,9 +184,9 @@ def read_completion(
     sampling = sampling_of(body, body.logprobs)
     adds_special = body.add_special_tokens is not False
     for prompt in split_prompts(body.prompt, "prompt", MAX_PROMPTS):
-        ids = prompt_ids(prompt, model, max_model_len, adds_special)
-        ids = sampling.truncate(ids, max_model_len - (body.max_tokens or DEFAULT_TOKENS))
-        room = _room(ids, max_model_len, body.max_tokens, "prompt")
+        ids = prompt_ids(prompt, model, adds_special)
+        ids = sampling.truncate(ids, model.max_model_len - (body.max_tokens or DEFAULT_TOKENS))
+        room = _room(ids, model.max_model_len, body.max_tokens, "prompt")
         max_tokens = model.defaults.answer_length(room, DEFAULT_TOKENS)
         if body.max_tokens is not None:
             # Without an answer the first token, which comes with the prompt, is dropped.
@@ -204,7 +202,7 @@ def read_completion(
     return msgspec.structs.replace(generation, rules=rules)
 
 
-def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) -> GenerationInput:
+def read_chat(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize the body of a chat request.
 
     Raises:
@@ -212,12 +210,10 @@ def read_chat(raw: bytes | bytearray, model: ServedModel, max_model_len: int) ->
     """
     body, fields, unknown_fields = parse_body(ChatBody, raw)
     options = chats.template_options(body, chats.written_tools(body, fields))
-    return chat_input(chats.Chat(body, options, unknown_fields), model, max_model_len)
+    return chat_input(chats.Chat(body, options, unknown_fields), model)
 
 
-def chat_ids(
-    body: ChatBody, options: ChatOptions, model: ServedModel, max_model_len: int
-) -> list[int]:
+def chat_ids(body: ChatBody, options: ChatOptions, model: ServedModel) -> list[int]:
     """Return the token ids of a conversation, none of them cut off.
 
     Raises:
@@ -225,26 +221,26 @@ def chat_ids(
             token of it; names the field.
     """
     messages = chats.conversation(body)
-    check_chars(chats.num_chars(messages, options), max_model_len, "messages")
+    check_chars(chats.num_chars(messages, options), model.max_model_len, "messages")
     tokenizer = model.tokenizer_with(body.chat_template)
     ids = tokenizer.encode_chat(messages, options, body.add_special_tokens is True)
     model.tokenizer.check_ids(ids, model.vocab_size, "messages")
     return ids
 
 
-def chat_input(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+def chat_input(chat: chats.Chat, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize a chat of any API.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
     with chat.in_fields_of_client():
-        generation = _read_chat(chat, model, max_model_len)
+        generation = _read_chat(chat, model)
     field = generation.form_field
     return msgspec.structs.replace(generation, form_field=field and chat.client_field(field))
 
 
-def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+def counted_chat(chat: chats.Chat, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize a chat of any API whose tokens are only counted.
 
     Raises:
@@ -254,20 +250,20 @@ def counted_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> Ge
     with chat.in_fields_of_client():
         model.check_name(body.model)
         check_tools(body.tools, body.tool_choice)
-        ids = chat_ids(body, chat.options, model, max_model_len)
+        ids = chat_ids(body, chat.options, model)
     return counted_input(body.model, ids, chat.unknown_fields, model)
 
 
-def _read_chat(chat: chats.Chat, model: ServedModel, max_model_len: int) -> GenerationInput:
+def _read_chat(chat: chats.Chat, model: ServedModel) -> GenerationInput:
     body = chat.body
     model.check_name(body.model)
     check_tools(body.tools, body.tool_choice)
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    ids = chat_ids(body, chat.options, model, max_model_len)
-    ids = sampling.truncate(ids, max_model_len - (limit or DEFAULT_TOKENS))
-    room = _room(ids, max_model_len, limit, "messages")
+    ids = chat_ids(body, chat.options, model)
+    ids = sampling.truncate(ids, model.max_model_len - (limit or DEFAULT_TOKENS))
+    room = _room(ids, model.max_model_len, limit, "messages")
     max_tokens = limit or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
     continued = (body.messages[-1].text or "") if body.continue_final_message else None

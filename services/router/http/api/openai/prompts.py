@@ -51,18 +51,13 @@ def _are_id_lists(value: list[Any]) -> TypeGuard[list[list[int]]]:
 
 
 def prompt_ids(
-    prompt: str | list[int],
-    model: ServedModel,
-    max_model_len: int,
-    adds_special: bool,
-    param: str = "prompt",
+    prompt: str | list[int], model: ServedModel, adds_special: bool, param: str = "prompt"
 ) -> list[int]:
     """Return the token ids of a prompt.
 
     Args:
         prompt: its text or its token ids.
         model: the model.
-        max_model_len: prompt and answer together, in tokens.
         adds_special: whether a text gets the tokenizer's special tokens.
         param: the field that has the prompt.
 
@@ -70,7 +65,7 @@ def prompt_ids(
         InvalidRequestError: it is too long, or has ids that the model lacks.
     """
     if isinstance(prompt, str):
-        check_chars(len(prompt), max_model_len, param)
+        check_chars(len(prompt), model.max_model_len, param)
         ids = model.tokenizer.encode(prompt, adds_special)
         model.tokenizer.check_ids(ids, model.vocab_size, param)
         return ids

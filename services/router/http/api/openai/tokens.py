@@ -63,9 +63,7 @@ class DetokenizeBody(PlainBody, frozen=True, kw_only=True):
     tokens: Annotated[list[TokenId], of_items(0, MAX_TOKENS, "token ids")]
 
 
-def read_tokenize(
-    raw: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_tokenize(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Tokenize the text or the conversation of a body.
 
     Raises:
@@ -77,18 +75,16 @@ def read_tokenize(
         raise InvalidRequestError("the body must have either prompt or messages", "prompt")
     if body.prompt is not None:
         adds_special = body.add_special_tokens is not False
-        ids = prompt_ids(body.prompt, model, max_model_len, adds_special)
+        ids = prompt_ids(body.prompt, model, adds_special)
     else:
         chat = chats.chat_body(body, model=model.name)
         options = chats.template_options(chat, chats.written_tools(chat, fields))
-        ids = chat_ids(chat, options, model, max_model_len)
+        ids = chat_ids(chat, options, model)
     generation = counted_input(name, ids, unknown_fields, model)
     return msgspec.structs.replace(generation, return_token_strs=bool(body.return_token_strs))
 
 
-def read_detokenize(
-    raw: bytes | bytearray, model: ServedModel, _max_model_len: int
-) -> GenerationInput:
+def read_detokenize(raw: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Put the text of a body's tokens together; it is the prompt's `echo`.
 
     Raises:

@@ -48,41 +48,34 @@ def with_history(raw: bytes | bytearray, history: bytes) -> bytes:
     return b"".join((len(history).to_bytes(LENGTH_BYTES, "big"), history, raw))
 
 
-def read_response(
-    framed: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_response(framed: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize the body of a request for a response.
 
     Args:
         framed: made by `with_history`.
         model: the model.
-        max_model_len: prompt and answer together, in tokens.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
     history, raw = _parts(framed)
     body, fields, unknown_fields = bodies.parse_response_body(raw)
-    generation = chat_input(_chat(body, fields, unknown_fields, history), model, max_model_len)
+    generation = chat_input(_chat(body, fields, unknown_fields, history), model)
     return msgspec.structs.replace(generation, turn=_turn(body, fields, generation, history))
 
 
-def read_response_count(
-    framed: bytes | bytearray, model: ServedModel, max_model_len: int
-) -> GenerationInput:
+def read_response_count(framed: bytes | bytearray, model: ServedModel) -> GenerationInput:
     """Check, render and tokenize a request for a response whose tokens are only counted.
 
     Args:
         framed: made by `with_history`.
         model: the model.
-        max_model_len: prompt and answer together, in tokens; the prompt may be longer.
 
     Raises:
         InvalidRequestError: the client's fault; names the field.
     """
     history, raw = _parts(framed)
-    chat = _chat(*bodies.parse_response_body(raw), history)
-    return counted_chat(chat, model, max_model_len)
+    return counted_chat(_chat(*bodies.parse_response_body(raw), history), model)
 
 
 def _parts(framed: bytes | bytearray) -> tuple[bytes, bytes | bytearray]:
