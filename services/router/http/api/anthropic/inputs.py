@@ -8,8 +8,8 @@ from typing import Any
 from pagewire.services.router.http.api.anthropic import schemas
 from pagewire.services.router.http.api.anthropic.chat import longest_ttl, messages_of
 from pagewire.services.router.http.api.anthropic.error_objects import THREAD_UNSUPPORTED
+from pagewire.services.router.http.api.openai import chats
 from pagewire.services.router.http.api.openai.answer_form import JsonSchemaFormat, NamedSchema
-from pagewire.services.router.http.api.openai.chats import Chat, chat_body, template_options
 from pagewire.services.router.http.api.openai.generation import (
     GenerationInput,
     chat_input,
@@ -18,7 +18,7 @@ from pagewire.services.router.http.api.openai.generation import (
 from pagewire.services.router.http.wrong_fields import decode_body
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.tool_calls.definitions import Function, NamedFunction, NamedTool, Tool
+from pagewire.shared.tool_calls.definitions import Function, NamedFunction, NamedTool
 
 # Templates' names for the switch of a model's reasoning: Qwen's and SmolLM's, then DeepSeek's and
 # Granite's.
@@ -44,7 +44,7 @@ def read_message_count(raw: bytes | bytearray, model: ServedModel) -> Generation
     return counted_chat(_chat(schemas.CountBody, raw), model)
 
 
-def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
+def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> chats.Chat:
     """Return the chat that a body asks for."""
     body, _, unknown_fields = decode_body(kind, raw)
     if body.thread is not None:
@@ -58,18 +58,14 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         isinstance(choice, schemas.AutoChoice | schemas.AnyChoice)
         and choice.disable_parallel_tool_use
     )
-    tools = [
-        Tool(
-            "function",
-            Function(tool.name, tool.description, tool.input_schema, tool.strict),
-        )
-        for tool in body.tools or ()
-    ]
-    chat = chat_body(
+    chat = chats.chat_body(
         body,
         messages=messages_of(body),
         stop=getattr(body, "stop_sequences", None),
-        tools=tools or None,
+        tools=chats.function_tools(
+            Function(tool.name, tool.description, tool.input_schema, tool.strict)
+            for tool in body.tools or ()
+        ),
         tool_choice=_choice(body),
         parallel_tool_calls=False if is_single else None,
         include_reasoning=thinks,
@@ -82,8 +78,9 @@ def _chat(kind: type[schemas.CountBody], raw: bytes | bytearray) -> Chat:
         prompt_cache_key=_user(body),
         prompt_cache_retention=longest_ttl(body),
     )
-    options = template_options(chat, [_openai_tool(tool) for tool in body.tools or ()] or None)
-    return Chat(chat, options, unknown_fields, partial(_client_field, form_field=form_field))
+    tools = [_openai_tool(tool) for tool in body.tools or ()]
+    options = chats.template_options(chat, tools or None)
+    return chats.Chat(chat, options, unknown_fields, partial(_client_field, form_field=form_field))
 
 
 def _client_field(field: str, form_field: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +14,7 @@ from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.text.chat_messages import template_message
 from pagewire.shared.text.chat_template import ChatOptions
+from pagewire.shared.tool_calls.definitions import Function, Tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ def chat_body(body: msgspec.Struct, **others: Any) -> ChatBody:
     """
     names = {*body.__struct_fields__} & {*ChatBody.__struct_fields__}
     return ChatBody(**{name: getattr(body, name) for name in names} | others)
+
+
+def function_tools(functions: Iterable[Function]) -> list[Tool] | None:
+    """Return functions as a chat's tools; None if there are none."""
+    return [Tool("function", function) for function in functions] or None
 
 
 def conversation(body: ChatBody) -> list[dict[str, Any]]:

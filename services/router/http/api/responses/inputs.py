@@ -110,13 +110,10 @@ def _chat(
     form: Any = None if body.text is None else body.text.format
     if isinstance(form, bodies.FlatSchemaFormat):
         form = JsonSchemaFormat(NamedSchema(form.schema, form.name, strict=form.strict))
-    tools = [
-        definitions.Tool(
-            "function",
-            definitions.Function(tool.name, tool.description, tool.parameters, tool.strict),
-        )
+    tools = chats.function_tools(
+        definitions.Function(tool.name, tool.description, tool.parameters, tool.strict)
         for tool in body.tools or ()
-    ]
+    )
     has_choice = bool(tools) or body.tool_choice != "auto"
     chat = chats.chat_body(
         body,
@@ -125,7 +122,7 @@ def _chat(
         logprobs=body.has_logprobs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
         stream_options=None,
-        tools=tools or None,
+        tools=tools,
         tool_choice=_chat_choice(body.tool_choice) if has_choice else None,
         response_format=form,
     )
