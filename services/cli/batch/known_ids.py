@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import sqlite3
-from collections.abc import Iterator
 
 from pagewire.shared.base.errors import PagewireError
 
@@ -49,30 +47,24 @@ class KnownIds:
         Raises:
             PagewireError: the disk is full. The other methods raise this, too.
         """
-        with _mapped():
-            self._database.execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", (custom_id, line))
-            rows = self._database.execute("SELECT line FROM ids WHERE id = ?", (custom_id,))
-            return int(rows.fetchone()[0])
+        self._execute("INSERT OR IGNORE INTO ids VALUES (?, ?, 0)", custom_id, line)
+        rows = self._execute("SELECT line FROM ids WHERE id = ?", custom_id)
+        return int(rows.fetchone()[0])
 
     def mark_done(self, custom_id: str) -> bool:
         """Record that an id is answered; return whether the input has it and this is new."""
-        with _mapped():
-            changed = self._database.execute(
-                "UPDATE ids SET done = 1 WHERE id = ? AND NOT done", (custom_id,)
-            )
-            return changed.rowcount > 0
+        changed = self._execute("UPDATE ids SET done = 1 WHERE id = ? AND NOT done", custom_id)
+        return changed.rowcount > 0
 
     def is_done(self, custom_id: str) -> bool:
         """Return whether an id of the input is answered."""
-        with _mapped():
-            rows = self._database.execute("SELECT done FROM ids WHERE id = ?", (custom_id,))
-            row = rows.fetchone()
-            return row is not None and bool(row[0])
+        row = self._execute("SELECT done FROM ids WHERE id = ?", custom_id).fetchone()
+        return row is not None and bool(row[0])
 
-
-@contextlib.contextmanager
-def _mapped() -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as exc:
-        raise PagewireError(f"the custom ids cannot be kept in a temporary file: {exc}") from exc
+    def _execute(self, statement: str, *values: str | int) -> sqlite3.Cursor:
+        """Execute a statement that returns at most one row, which is read here."""
+        try:
+            return self._database.execute(statement, values)
+        except sqlite3.Error as exc:
+            problem = f"the custom ids cannot be kept in a temporary file: {exc}"
+            raise PagewireError(problem) from exc

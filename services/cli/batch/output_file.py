@@ -42,7 +42,7 @@ class OutputFile:
         self._path = Path(os.path.realpath(path))
         self._stack = contextlib.ExitStack()
         try:
-            with self._stack, _mapped(path):
+            with self._stack:
                 self._file = self._open(self._path)
                 num_kept, total = self._check(keep)
                 if num_kept < total:
@@ -50,6 +50,8 @@ class OutputFile:
                 self._stack = self._stack.pop_all()
         except BatchLineError as exc:
             raise ConfigError(f"{path}, {exc}; name another file") from exc
+        except OSError as exc:
+            raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
 
     def __enter__(self) -> OutputFile:
         return self
@@ -123,11 +125,3 @@ def _lines_from_start(file: io.FileIO) -> Iterator[bytes]:
     file.seek(0)
     with open(file.fileno(), "rb", COPY_BYTES, closefd=False) as buffered:
         yield from lines_of(buffered)
-
-
-@contextlib.contextmanager
-def _mapped(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as exc:
-        raise ConfigError(f"{path} cannot be written: {exc.strerror}") from exc
