@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -98,20 +99,32 @@ def estimate(
                 f"--length {length} is more than the model's {config.max_position_embeddings} "
                 "tokens"
             )
-        estimates = {
-            name: estimate_memory(config, settings, int(size * GIB)) for name, size in sizes.items()
-        }
-        seqs = {name: _sequences(one, length, settings, config) for name, one in estimates.items()}
-        needed = {
-            name: settings.tensor_parallel_size
-            if one.kv_blocks
-            else fitting_ranks(config, settings, one.total)
-            for name, one in estimates.items()
-        }
+        fits = {}
+        for name, size in sizes.items():
+            ranks: int | None = settings.tensor_parallel_size
+            one = estimate_memory(config, settings, int(size * GIB))
+            if not one.kv_blocks:
+                ranks = fitting_ranks(config, settings, one.total)
+            fits[name] = GpuFit(one, _sequences(one, length, settings, config), ranks)
         if as_json:
-            print(json.dumps(_report(estimates, seqs, needed, length), indent=2))
+            print(json.dumps(_report(fits, length), indent=2))
         else:
-            _show(estimates, seqs, needed, length, settings)
+            _show(fits, length, settings)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuFit:
+    """How a model fits on one type of GPU.
+
+    Attributes:
+        estimate: a worker's memory on it.
+        sequences: how many sequences of the length run at once.
+        ranks: on how many such GPUs it fits together; None if that is more than one host's.
+    """
+
+    estimate: Estimate
+    sequences: int
+    ranks: int | None
 
 
 def _sequences(
@@ -125,30 +138,22 @@ def _sequences(
     return min(settings.max_num_seqs, estimate.kv_blocks // layout.held_blocks(length))
 
 
-def _report(
-    estimates: dict[str, Estimate], seqs: dict[str, int], needed: dict[str, int | None], length: int
-) -> dict[str, object]:
+def _report(fits: dict[str, GpuFit], length: int) -> dict[str, object]:
     return {
         "length": length,
         "gpus": {
             name: {
-                **dataclasses.asdict(one),
-                "sequences": seqs[name],
-                "tensor_parallel_size": needed[name],
+                **dataclasses.asdict(fit.estimate),
+                "sequences": fit.sequences,
+                "tensor_parallel_size": fit.ranks,
             }
-            for name, one in estimates.items()
+            for name, fit in fits.items()
         },
     }
 
 
-def _show(
-    estimates: dict[str, Estimate],
-    seqs: dict[str, int],
-    needed: dict[str, int | None],
-    length: int,
-    settings: WorkerSettings,
-) -> None:
-    first = next(iter(estimates.values()))
+def _show(fits: dict[str, GpuFit], length: int, settings: WorkerSettings) -> None:
+    first = next(iter(fits.values())).estimate
     kind, ranks = first.weight_format, settings.tensor_parallel_size
     each = "" if ranks == 1 else f" on each of {ranks} GPUs"
     console = Console()
@@ -159,11 +164,12 @@ def _show(
     sequences = f"sequences of {length}, at most {settings.max_num_seqs}"
     for name in ("GPU", "GiB", "KV pool GiB", "KV tokens", "context", sequences):
         table.add_column(name, justify="left" if name == "GPU" else "right")
-    for name, size in estimates.items():
-        fits = [f"{size.kv_pool / GIB:.1f}", f"{size.kv_tokens}", f"{size.context}"]
-        cells = (
-            [*fits, f"{seqs[name]}"] if size.kv_tokens else [_what_fits(needed[name]), "", "", ""]
-        )
+    for name, fit in fits.items():
+        size = fit.estimate
+        cells = [_what_fits(fit.ranks), "", "", ""]
+        if size.kv_tokens:
+            pool = f"{size.kv_pool / GIB:.1f}"
+            cells = [pool, f"{size.kv_tokens}", f"{size.context}", f"{fit.sequences}"]
         table.add_row(name, f"{size.total / GIB:.1f}", *cells)
     print_whole(console, table)
 
