@@ -78,11 +78,12 @@ class Decode(msgspec.Struct, frozen=True):
 
 
 class ChoiceTimings(msgspec.Struct, frozen=True):
-    """Where the time of one answer went."""
+    """Where the time of one answer went, and how often the router moved it."""
 
     decode: Decode = Decode()
     prefill: Prefill | None = None
     transfer: Transfer | None = None
+    migrations: int = 0
 
 
 class Timings(msgspec.Struct, frozen=True):

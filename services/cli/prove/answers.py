@@ -12,7 +12,10 @@ from typing import Any
 import httpx
 import msgspec
 
-from pagewire.services.cli.client.sse import EventParser
+from pagewire.services.cli.client.endpoint_errors import EndpointError
+from pagewire.services.cli.client.endpoint_url import CONNECT_TIMEOUT_S
+from pagewire.services.cli.client.openai_client import ChunkReader
+from pagewire.services.cli.client.openai_messages import Chunk, Timings
 from pagewire.shared.base.errors import UNDECODABLE
 
 MODEL = "pagewire-demo"
@@ -23,7 +26,6 @@ PROMPTS = (
     "The import statement",
     "The with statement is used to",
 )
-CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -105,33 +107,29 @@ class Reader:
             async with self._client.stream(
                 "POST", self._url, json=body(index), timeout=timeout
             ) as response:
-                parser = EventParser()
-                async for chunk in response.aiter_bytes():
-                    for event in parser.feed(chunk):
-                        self._take(index, event)
-        except (httpx.HTTPError, *UNDECODABLE, KeyError, IndexError) as exc:
-            answer.problem = answer.problem or f"{type(exc).__name__}: {exc}"
+                reader = ChunkReader()
+                async for part in response.aiter_bytes():
+                    for chunk in reader.feed(part):
+                        self._take(index, chunk)
+                answer.is_whole = reader.is_done
+        except EndpointError as exc:
+            answer.problem = str(exc)
+        except (httpx.HTTPError, *UNDECODABLE, IndexError) as exc:
+            answer.problem = f"{type(exc).__name__}: {exc}"
         if not answer.is_whole:
             answer.problem = answer.problem or "its stream ended too early"
         self._changed.set()
 
-    def _take(self, index: int, event: bytes) -> None:
+    def _take(self, index: int, chunk: Chunk) -> None:
         answer = self.answers[index]
-        if event == b"[DONE]":
-            answer.is_whole = not answer.problem
-            return
-        chunk = msgspec.json.decode(event)
-        if error := chunk.get("error"):
-            answer.problem = str(error.get("message", error))
-            return
-        if timings := chunk.get("timings"):
-            answer.migrations = timings["choices"][0]["migrations"]
-        for choice in chunk["choices"]:
-            if choice.get("token_ids"):
-                answer.token_ids += choice["token_ids"]
+        if timings := bytes(chunk.timings):
+            answer.migrations = msgspec.json.decode(timings, type=Timings).choices[0].migrations
+        for choice in chunk.choices or ():
+            if choice.token_ids:
+                answer.token_ids += choice.token_ids
                 answer.times.append(time.monotonic())
-            if choice["text"]:
-                answer.text += choice["text"]
+            if choice.content:
+                answer.text += choice.content
                 if index == 0:
-                    self._on_text(choice["text"])
+                    self._on_text(choice.content)
         self._changed.set()
