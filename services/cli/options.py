@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -78,16 +78,29 @@ def with_settings(
                         annotation=Annotated[_plain_type(field.annotation) | None, option],
                     )
 
-        @functools.wraps(command)
-        def run(**params: Any) -> None:
-            command(**{name: params[name] for name in own})
-
-        parameters = [*own.values(), *added.values()]
-        vars(run)["__signature__"] = inspect.Signature(parameters)
-        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return run
+        return with_parameters(command, added.values())
 
     return decorate
+
+
+def with_parameters(
+    command: Callable[..., None], added: Iterable[inspect.Parameter]
+) -> Callable[..., None]:
+    """Give a command more options, before its own keyword-only ones.
+
+    The command reads them from `ctx.params`.
+    """
+    own = inspect.signature(command, eval_str=True).parameters
+
+    @functools.wraps(command)
+    def run(**params: Any) -> None:
+        command(**{name: params[name] for name in own})
+
+    last = [each for each in own.values() if each.kind is inspect.Parameter.KEYWORD_ONLY]
+    parameters = [*(each for each in own.values() if each not in last), *added, *last]
+    vars(run)["__signature__"] = inspect.Signature(parameters)
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return run
 
 
 def _plain_type(annotation: Any) -> Any:

@@ -29,33 +29,12 @@ Local = Annotated[
 ]
 
 
+@options.with_load
 def simulate(
     ctx: typer.Context,
     workers: Workers = "1P1D",
-    trace: options.Trace = None,
-    speed: options.Speed = 1.0,
-    rate: options.Rate = None,
-    arrivals: options.Arrivals = "poisson",
-    concurrency: options.Concurrency = None,
-    agents: options.Agents = None,
-    sessions: options.Sessions = True,
-    requests: options.Requests = None,
-    seed: options.LoadSeed = 0,
-    prompt_tokens: options.PromptTokens = "1024",
-    output_tokens: options.OutputTokens = "256",
-    shared_prefix: options.SharedPrefix = 0,
-    machine: options.MachineName = "h200-llama-3.1-8b",
-    policy: options.Policy = "prefix",
-    routers: options.Routers = 1,
-    max_num_batched_tokens: options.StepTokens = None,
-    max_num_seqs: options.MaxNumSeqs = 512,
-    num_blocks: options.NumBlocks = None,
     local_prefill_tokens: Local = 32,
-    enable_prefix_caching: options.Caching = True,
-    slo_ttft: options.SloTtft = None,
-    slo_itl: options.SloItl = None,
-    slo_gap: options.SloGap = None,
-    keep_gap: options.KeepGap = False,
+    *,
     as_json: options.AsJson = False,
 ) -> None:
     """Simulate a load on clusters, without a GPU.
@@ -67,13 +46,14 @@ def simulate(
     """
     with one_line_errors():
         params = ctx.params
+        policy, routers = params["policy"], params["routers"]
         plans = dict.fromkeys(parse_workers(text, policy, routers) for text in workers.split(","))
-        load, found_machine = options.load_of(params), options.machine_of(params)
-        limits = options.limits_of(params, found_machine, local_prefill_tokens)
+        load, machine = options.load_of(params), options.machine_of(params)
+        limits = options.limits_of(params, machine, local_prefill_tokens)
         promise = options.promise_of(params)
         summaries: dict[str, SimulationSummary] = {}
         for plan in plans:
-            cluster = SimulatedCluster(plan, found_machine, limits, seed)
+            cluster = SimulatedCluster(plan, machine, limits, params["seed"])
             cluster.run(load)
             summaries[plan.label] = cluster.summary(promise)
         show(summaries, promise, as_json)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +12,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 import typer
 
+from pagewire.services.cli.bench import options as bench_options
 from pagewire.services.cli.bench.load import Lengths, arrival_times
+from pagewire.services.cli.options import with_parameters
 from pagewire.services.cli.simulation import workload
 from pagewire.services.cli.simulation.machine import MachinePrices, load_machine, machine_names
 from pagewire.services.cli.simulation.results import Promise
@@ -19,12 +22,11 @@ from pagewire.services.cli.simulation.trace_file import read_trace
 from pagewire.services.cli.simulation.worker import WorkerLimits
 from pagewire.services.cli.simulation.workload import Contents, Conversation
 from pagewire.shared.base.errors import ConfigError
-from pagewire.shared.settings.types import Policy as PolicyName
+from pagewire.shared.settings.types import Policy
 
 DEFAULT_REQUESTS = 2000
 
 _load = partial(typer.Option, rich_help_panel="Load")
-_content = partial(typer.Option, rich_help_panel="Requests")
 _cluster = partial(typer.Option, rich_help_panel="Cluster")
 _goal = partial(typer.Option, rich_help_panel="Goals and output")
 
@@ -32,55 +34,66 @@ _TRACE = (
     "File of a request trace in Mooncake's format, one JSON object a line: timestamp (ms), "
     "input_length, output_length and hash_ids (numbers of 512-token blocks)."
 )
-Trace = Annotated[Path | None, _load(metavar="FILE", help=_TRACE)]
 _SPEED = "With --trace: requests come this many times as fast."
-Speed = Annotated[float, _load(min=0.001, max=1000, help=_SPEED)]
-Rate = Annotated[
-    float | None, _load(min=0.001, help="Requests per second, however slow the answers.")
-]
 _ARRIVALS = "With --rate: at random one by one, at random eight at once, or evenly spaced."
-Arrivals = Annotated[Literal["poisson", "bursts", "fixed"], _load(help=_ARRIVALS)]
 _USERS = "This many users, each with one request at a time."
-Concurrency = Annotated[int | None, _load(min=1, max=10_000, help=_USERS)]
 _AGENTS = (
     "This many agents: 40 to 100 turns over a context that they share in part, each with 300 to "
     "600 new tokens and an answer of 300 to 450, and pauses with medians of 2 to 24 s."
 )
-Agents = Annotated[int | None, _load(min=1, max=10_000, help=_AGENTS)]
-_SESSIONS = "Agents name their sessions."
-Sessions = Annotated[bool, _load("--sessions/--no-sessions", help=_SESSIONS)]
 _HOW_MANY = f"Requests to send.  [default: {DEFAULT_REQUESTS}, or all of a trace]"
-Requests = Annotated[int | None, _load(min=1, max=1_000_000, help=_HOW_MANY)]
-LoadSeed = Annotated[int, _load("--seed", help="Seed of arrivals, lengths and ties.")]
-PromptTokens = Annotated[str, _content(metavar="N", help="Prompt length in tokens, or LOW:HIGH.")]
-OutputTokens = Annotated[str, _content(metavar="N", help="Answer length in tokens, or LOW:HIGH.")]
-_SHARED = "Tokens at the start of each prompt that all share."
-SharedPrefix = Annotated[int, _content(min=0, help=_SHARED)]
 _MACHINE = f"Prices of steps and transfers: a JSON file, or one of {', '.join(machine_names())}."
-MachineName = Annotated[str, _cluster("--machine", metavar="NAME", help=_MACHINE)]
-Policy = Annotated[PolicyName, _cluster(help="How routers place requests.")]
-Routers = Annotated[int, _cluster(min=1, max=64, help="Routers; requests go to each in turn.")]
 _STEP = "Tokens of one step.  [default: the machine's]"
-StepTokens = Annotated[int | None, _cluster("--max-num-batched-tokens", min=16, help=_STEP)]
-MaxNumSeqs = Annotated[int, _cluster(min=1, help="Most sequences that a worker runs at once.")]
 _BLOCKS = "Blocks in a worker's KV pool.  [default: the machine's]"
-NumBlocks = Annotated[int | None, _cluster(min=1, help=_BLOCKS)]
-_CACHING = "Reuse blocks with equal content."
-Caching = Annotated[
-    bool, _cluster("--enable-prefix-caching/--no-enable-prefix-caching", help=_CACHING)
-]
 _TTFT = "Promise: the first token within this many ms."
-SloTtft = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_TTFT)]
 _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
-SloItl = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)]
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
-SloGap = Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)]
 _KEEP = (
     "Workers have nine tenths of --slo-gap, or else of --slo-itl, as their slo_gap_s: predictions "
     "err a little."
 )
-KeepGap = Annotated[bool, _goal(help=_KEEP)]
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
+
+
+def _shared(
+    *,
+    trace: Annotated[Path | None, _load(metavar="FILE", help=_TRACE)] = None,
+    speed: Annotated[float, _load(min=0.001, max=1000, help=_SPEED)] = 1.0,
+    rate: bench_options.Rate = None,
+    arrivals: Annotated[Literal["poisson", "bursts", "fixed"], _load(help=_ARRIVALS)] = "poisson",
+    concurrency: Annotated[int | None, _load(min=1, max=10_000, help=_USERS)] = None,
+    agents: Annotated[int | None, _load(min=1, max=10_000, help=_AGENTS)] = None,
+    sessions: Annotated[bool, _load(help="Agents name their sessions.")] = True,
+    requests: Annotated[int | None, _load(min=1, max=1_000_000, help=_HOW_MANY)] = None,
+    seed: Annotated[int, _load(help="Seed of arrivals, lengths and ties.")] = 0,
+    prompt_tokens: bench_options.PromptTokens = "1024",
+    output_tokens: bench_options.OutputTokens = "256",
+    shared_prefix: bench_options.SharedPrefix = 0,
+    machine: Annotated[str, _cluster(metavar="NAME", help=_MACHINE)] = "h200-llama-3.1-8b",
+    policy: Annotated[Policy, _cluster(help="How routers place requests.")] = "prefix",
+    routers: Annotated[
+        int, _cluster(min=1, max=64, help="Routers; requests go to each in turn.")
+    ] = 1,
+    max_num_batched_tokens: Annotated[int | None, _cluster(min=16, help=_STEP)] = None,
+    max_num_seqs: Annotated[
+        int, _cluster(min=1, help="Most sequences that a worker runs at once.")
+    ] = 512,
+    num_blocks: Annotated[int | None, _cluster(min=1, help=_BLOCKS)] = None,
+    enable_prefix_caching: Annotated[
+        bool, _cluster(help="Reuse blocks with equal content.")
+    ] = True,
+    slo_ttft: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_TTFT)] = None,
+    slo_itl: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)] = None,
+    slo_gap: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)] = None,
+    keep_gap: Annotated[bool, _goal(help=_KEEP)] = False,
+) -> None:
+    """Has the options that `with_load` adds."""
+
+
+def with_load(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of loads, machines and promises, which are in `ctx.params`."""
+    return with_parameters(command, inspect.signature(_shared, eval_str=True).parameters.values())
+
 
 BURST = 8
 

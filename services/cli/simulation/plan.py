@@ -62,33 +62,12 @@ class GpuDivision:
         return self.factor or 0.0, share, -math.inf if math.isnan(ttft) else -ttft
 
 
+@options.with_load
 def plan(
     ctx: typer.Context,
     gpus: Gpus,
-    trace: options.Trace = None,
-    speed: options.Speed = 1.0,
-    rate: options.Rate = None,
-    arrivals: options.Arrivals = "poisson",
-    concurrency: options.Concurrency = None,
-    agents: options.Agents = None,
-    sessions: options.Sessions = True,
-    requests: options.Requests = None,
-    seed: options.LoadSeed = 0,
-    prompt_tokens: options.PromptTokens = "1024",
-    output_tokens: options.OutputTokens = "256",
-    shared_prefix: options.SharedPrefix = 0,
-    machine: options.MachineName = "h200-llama-3.1-8b",
-    policy: options.Policy = "prefix",
-    routers: options.Routers = 1,
-    max_num_batched_tokens: options.StepTokens = None,
-    max_num_seqs: options.MaxNumSeqs = 512,
-    num_blocks: options.NumBlocks = None,
     local_prefill_tokens: Locals = [32],  # noqa: B006 - typer does not change it
-    enable_prefix_caching: options.Caching = True,
-    slo_ttft: options.SloTtft = None,
-    slo_itl: options.SloItl = None,
-    slo_gap: options.SloGap = None,
-    keep_gap: options.KeepGap = False,
+    *,
     capacity: FindCapacity = False,
     as_json: options.AsJson = False,
 ) -> None:
@@ -99,14 +78,15 @@ def plan(
     Example: pagewire plan --gpus 4 --rate 12 --slo-ttft 600 --slo-gap 30
     """
     with one_line_errors():
-        promise = options.promise_of(ctx.params)
+        params = ctx.params
+        promise = options.promise_of(params)
         if promise == Promise():
             raise ConfigError("give a promise to keep: --slo-ttft, --slo-itl or --slo-gap")
-        load, found_machine = options.load_of(ctx.params), options.machine_of(ctx.params)
-        trial = TrialLoad(load, found_machine, promise, seed, capacity)
-        plans = divisions(gpus, policy, routers)
+        load, machine = options.load_of(params), options.machine_of(params)
+        trial = TrialLoad(load, machine, promise, params["seed"], capacity)
+        plans = divisions(gpus, params["policy"], params["routers"])
         choices = [
-            trial.run(division, options.limits_of(ctx.params, found_machine, local))
+            trial.run(division, options.limits_of(params, machine, local))
             for division in plans
             for local in dict.fromkeys(local_prefill_tokens[: None if division.prefill else 1])
         ]
