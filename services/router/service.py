@@ -20,7 +20,7 @@ from pagewire.services.router.http.body_processes.reader import BodyReader
 from pagewire.services.router.http.connection.http_io import BodyMemory
 from pagewire.services.router.metrics.by_key import KeyMeter
 from pagewire.services.router.metrics.requests import RouterMetrics
-from pagewire.services.router.metrics.state import StateCollector, WorkersCollector
+from pagewire.services.router.metrics.state import StateCollector
 from pagewire.services.router.operator_pages import OperatorPages
 from pagewire.services.router.placement.admission import Admission
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
@@ -123,7 +123,6 @@ class RouterService:
         self.key_meter = KeyMeter(registry)
         self.recent = RecentRequests(name)
         registry.register(StateCollector(name, admission, members, self._index))
-        registry.register(WorkersCollector(name, members))
         registry.register(ConnectionCollector("pagewire_router", self.connections))
         self.pages = OperatorPages(
             self.settings,

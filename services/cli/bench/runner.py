@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,17 +95,12 @@ class BenchRun:
     """
 
     def __init__(
-        self,
-        target: EndpointTarget,
-        workload: Workload,
-        pace: RequestPace,
-        results: Results,
-        clock: Callable[[], float] = time.perf_counter,
+        self, target: EndpointTarget, workload: Workload, pace: RequestPace, results: Results
     ) -> None:
         if pace.requests is None and pace.duration_s is None:
             raise ConfigError("a bench needs an end: a number of requests, or a duration")
         self._target, self._workload, self._pace = target, workload, pace
-        self._clock, self._start, self._end = clock, 0.0, 0.0
+        self._start = self._end = 0.0
         self.results, self.in_flight = results, 0
 
     @property
@@ -119,13 +113,13 @@ class BenchRun:
         """Share of the load that is done, 0 to 1."""
         done = self.results.ok + self.results.failed
         by_count = done / self._pace.requests if self._pace.requests else 0.0
-        now = self._clock() - self._start if self._start else 0.0
+        now = time.perf_counter() - self._start if self._start else 0.0
         by_time = now / self._pace.duration_s if self._pace.duration_s else 0.0
         return min(1.0, max(by_count, by_time))
 
     async def run(self) -> None:
         """Send all requests and wait for the last reply. Cancelling it cancels the requests."""
-        self._start = self._end = self._clock()
+        self._start = self._end = time.perf_counter()
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._pace.rate is None:
@@ -134,7 +128,7 @@ class BenchRun:
                 else:
                     await self._send_at_rate(tasks, self._pace.rate)
         finally:
-            self._end = self._clock()
+            self._end = time.perf_counter()
 
     async def _repeat(self) -> None:
         """Send one request after another, as one user does."""
@@ -147,11 +141,11 @@ class BenchRun:
         for offset in arrival_times(self._pace.arrivals, rate, self._workload.seed):
             if self._pace.duration_s is not None and offset >= self._pace.duration_s:
                 return
-            await asyncio.sleep(max(0.0, self._start + offset - self._clock()))
+            await asyncio.sleep(max(0.0, self._start + offset - time.perf_counter()))
             index = self._next()
             if index is None:
                 return
-            self.results.start_lag.add(max(0.0, self._clock() - self._start - offset))
+            self.results.start_lag.add(max(0.0, time.perf_counter() - self._start - offset))
             if self.in_flight >= self._pace.max_in_flight:
                 limit = f"{self._pace.max_in_flight} requests were under way"
                 self.results.add_error(NOT_SENT, limit)
@@ -164,7 +158,7 @@ class BenchRun:
         index, pace = self.results.sent, self._pace
         if pace.requests is not None and index >= pace.requests:
             return None
-        if pace.duration_s is not None and self._clock() - self._start >= pace.duration_s:
+        if pace.duration_s is not None and time.perf_counter() - self._start >= pace.duration_s:
             return None
         self.results.sent += 1
         return index

@@ -97,13 +97,11 @@ class ProofCluster:
         )
 
 
-async def wait_until(
-    is_true: Callable[[], Awaitable[bool]], timeout_s: float, every_s: float = POLL_S
-) -> bool:
+async def wait_until(is_true: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
     """Wait until something is true; return whether it was within the time."""
     deadline = time.monotonic() + timeout_s
     while not await is_true():
         if time.monotonic() >= deadline:
             return False
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(POLL_S)
     return True

@@ -79,9 +79,13 @@ def _socket_in(private_dir: Path) -> Path:
 
 async def is_answering(url: str) -> bool:
     """Return whether a Redis answers a ping now."""
+    client = redis.asyncio.Redis.from_url(
+        url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
+    )
     try:
-        await _ping(url)
-    except (RedisError, OSError):
+        async with client, asyncio.timeout(2 * PROBE_S):
+            await client.ping()
+    except (RedisError, OSError):  # a TimeoutError is an OSError
         return False
     return True
 
@@ -103,18 +107,3 @@ async def wait_until_answering(url: str, timeout_s: float) -> None:
         else:
             return await client.aclose()
         await asyncio.sleep(POLL_S)
-
-
-async def _ping(url: str) -> None:
-    """Ping once over a connection of its own.
-
-    Raises:
-        ValueError: the URL is invalid.
-        RedisError, OSError: no Redis answers; a TimeoutError is an OSError.
-    """
-    client = redis.asyncio.Redis.from_url(
-        url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
-    )
-    async with client:
-        async with asyncio.timeout(2 * PROBE_S):
-            await client.ping()

@@ -66,5 +66,5 @@ def is_running(pid: str) -> bool:
     except ProcessLookupError:
         return False
     except PermissionError:
-        return True
+        pass
     return True

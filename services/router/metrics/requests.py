@@ -217,7 +217,7 @@ class RequestMeter:
 
     Attributes:
         start: time of its admission.
-        first: time of its first token; `start` before that.
+        first: time of its first token; 0 before that.
         last: time of its latest token; None before the first one.
         num_tokens: tokens so far.
         gaps: times between its tokens; None if they are not recorded.
@@ -228,15 +228,12 @@ class RequestMeter:
     num_prompt_tokens: int
     answers: AnswerLengths
     start: float = field(default_factory=time.monotonic)
-    first: float = field(init=False)
+    first: float = 0.0
     last: float | None = None
     num_tokens: int = 0
     gaps: array[float] | None = None
     timings: Timings | None = None
     _ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.first = self.start
 
     def on_output(self, output: TokenOutput, now: float) -> None:
         """Count a step's output, which arrived at `now` on the monotonic clock."""

@@ -59,25 +59,15 @@ class StateCollector:
             "failures in a row",
             value=self.index.failed_lookups,
         )
+        yield from self._workers()
 
+    def _workers(self) -> Iterator[Metric]:
+        """Yield what workers' records say.
 
-class WorkersCollector:
-    """Reads which workers the router knows, and their records.
-
-    A record is as old as the last heartbeat, and does not change while Redis does not answer.
-
-    Args:
-        model_name: name of the model that all workers serve.
-        members: have the workers' records and states.
-    """
-
-    def __init__(self, model_name: str, members: ClusterMembers) -> None:
-        self._model_name, self._members = model_name, members
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the number of workers by role and state as a metric family."""
+        A record is as old as the last heartbeat, and does not change while Redis does not answer.
+        """
         counts = Counter(
-            (service["role"], service["state"]) for service in self._members.describe_services()
+            (service["role"], service["state"]) for service in self.members.describe_services()
         )
         workers = GaugeMetricFamily(
             "pagewire_workers",
@@ -88,8 +78,8 @@ class WorkersCollector:
             workers.add_metric([role, state.replace(" ", "_")], counts[role, state])
         yield workers
         text = "Used share of the decode workers' KV blocks, 0 to 1, as their records say"
-        usage = used_share(self._members.directory.workers("decode"))
-        yield of_model(self._model_name, "kv_cache_usage_perc", text, usage)
+        usage = used_share(self.members.directory.workers("decode"))
+        yield of_model(self.model_name, "kv_cache_usage_perc", text, usage)
 
 
 def used_share(decodes: Sequence[WorkerRecord]) -> float:

@@ -55,10 +55,6 @@ class _KilledError(Exception):
     """The process was killed by an operator, or by the kernel because of low memory."""
 
 
-class _NoVocabularyError(Exception):
-    """No grammar can be tried with this model."""
-
-
 @dataclass(slots=True, eq=False)
 class _Trial:
     """A grammar that is tried, or waits for that.
@@ -237,14 +233,12 @@ class GrammarChecker:
         memory_bytes: int | None = None
         trial.use(process)
         try:
-            if process.is_new:
-                self._begin(process)
+            if process.is_new and (problem := self._begin(process)) is not None:
+                return problem, False
             process.connection.settimeout(TIMEOUT_S)
             process.send(trial.text)
             verdict = receive_message(process.connection, GrammarVerdict)
             memory_bytes = verdict.memory_bytes
-        except _NoVocabularyError as exc:
-            return str(exc), False
         except TimeoutError as exc:
             raise BusyError(_NOT_IN_TIME) from exc
         except (ChannelError, OSError, msgspec.DecodeError) as exc:
@@ -266,14 +260,11 @@ class GrammarChecker:
             raise _KilledError
         return _TOO_COSTLY if by == signal.SIGPROF else _ENDED
 
-    def _begin(self, process: ChildProcess) -> None:
-        """Wait until a new process can try grammars."""
+    def _begin(self, process: ChildProcess) -> str | None:
+        """Wait until a new process can try grammars; return why it cannot with this vocabulary."""
         try:
             process.send_settings()
-            if (
-                problem := receive_message(process.connection, GrammarProcessReady).problem
-            ) is not None:
-                raise _NoVocabularyError(problem)
+            return receive_message(process.connection, GrammarProcessReady).problem
         except TimeoutError as exc:
             raise BusyError(_NOT_IN_TIME) from exc
         except (ChannelError, OSError, msgspec.DecodeError) as exc:

@@ -35,9 +35,7 @@ class MessageFormat:
         self._id, self._model = "msg_" + secrets.token_hex(12), request.model
         self._end = objects.EventDelta()  # how the answer ended
         self._num_blocks = 0
-        self._open: type[objects.AnswerBlock] | None = (
-            None  # the type of the block that a stream is in
-        )
+        self._open: type[objects.AnswerBlock] | None = None  # type of the block a stream is in
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming."""
