@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from pagewire.shared.base.errors import ProtocolError
 from pagewire.shared.metrics.pages import ScrapeTarget, decode_targets
@@ -16,32 +16,17 @@ FETCH_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True)
-class CounterSample:
-    """One number that a process counts.
-
-    Attributes:
-        process: name of the router or worker.
-        labels: of the sample itself.
-    """
-
-    process: str
-    name: str
-    labels: dict[str, str]
-    value: float
-
-
-@dataclass(frozen=True)
 class Counters:
-    """The samples of all processes that answer."""
+    """The samples of all processes that answer, each with the name of its router or worker."""
 
-    samples: list[CounterSample] = field(default_factory=list)
+    samples: list[tuple[str, Sample]] = field(default_factory=list)
 
     def by_process(self, name: str, **labels: str) -> dict[str, float]:
         """Return a metric of each process that has it, summed over its other labels."""
         totals: dict[str, float] = {}
-        for sample in self.samples:
+        for process, sample in self.samples:
             if sample.name == name and labels.items() <= sample.labels.items():
-                totals[sample.process] = totals.get(sample.process, 0.0) + sample.value
+                totals[process] = totals.get(process, 0.0) + sample.value
         return totals
 
     def total(self, name: str, **labels: str) -> int:
@@ -66,15 +51,10 @@ async def read_counters(
     return Counters([sample for page in pages for sample in page])
 
 
-async def _fetch(client: httpx.AsyncClient, target: ScrapeTarget) -> list[CounterSample]:
+async def _fetch(client: httpx.AsyncClient, target: ScrapeTarget) -> list[tuple[str, Sample]]:
     try:
         pages = [(await client.get(url, timeout=FETCH_TIMEOUT_S)).text for url in target.urls]
     except httpx.HTTPError:
         return []
-    return [sample for page in pages for sample in _samples(target.labels["instance"], page)]
-
-
-def _samples(process: str, page: str) -> Iterator[CounterSample]:
-    for family in text_string_to_metric_families(page):
-        for sample in family.samples:
-            yield CounterSample(process, sample.name, dict(sample.labels), sample.value)
+    families = [family for page in pages for family in text_string_to_metric_families(page)]
+    return [(target.labels["instance"], sample) for family in families for sample in family.samples]
