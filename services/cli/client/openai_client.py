@@ -22,7 +22,7 @@ from pagewire.services.cli.client.endpoint_errors import (
 )
 from pagewire.services.cli.client.endpoint_url import base_url, http_client, key_header, read_start
 from pagewire.services.cli.client.openai_messages import Chunk, ModelList, Usage
-from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
+from pagewire.services.cli.client.sse import EventParser
 from pagewire.shared.base.errors import UNDECODABLE
 
 logger = logging.getLogger(__name__)
@@ -140,14 +140,11 @@ class ChunkReader:
         """
         if self.is_done:
             return
-        try:
-            for data in self._parser.feed(part):
-                if data == _DONE:
-                    self.is_done = True
-                    return
-                yield _decode(data)
-        except EventTooLargeError as exc:
-            raise EndpointError(str(exc), "stream") from exc
+        for data in self._parser.feed(part):
+            if data == _DONE:
+                self.is_done = True
+                return
+            yield _decode(data)
 
 
 @dataclass(frozen=True)

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pagewire.shared.base.errors import PagewireError
+from pagewire.services.cli.client.endpoint_errors import EndpointError
 
 MAX_EVENT_BYTES = 16 << 20
-
-
-class EventTooLargeError(PagewireError):
-    """An event is larger than `MAX_EVENT_BYTES`."""
 
 
 class EventParser:
@@ -28,11 +24,12 @@ class EventParser:
         """Yield the data of each event that the chunk completes.
 
         Raises:
-            EventTooLargeError: an event does not end within `MAX_EVENT_BYTES`.
+            EndpointError: an event does not end within `MAX_EVENT_BYTES`.
         """
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         if len(self._rest) + self._size > MAX_EVENT_BYTES:
-            raise EventTooLargeError(f"a server-sent event has more than {MAX_EVENT_BYTES} bytes")
+            problem = f"a server-sent event has more than {MAX_EVENT_BYTES} bytes"
+            raise EndpointError(problem, "stream")
         for line in lines:
             line = line.removesuffix(b"\r")
             if line:

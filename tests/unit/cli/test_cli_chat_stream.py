@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pagewire.services.cli.client import sse
 from pagewire.services.cli.client.anatomy import anatomy
 from pagewire.services.cli.client.chat import TerminalChat
+from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.endpoint_url import base_url, may_use_proxy, root_url
 from pagewire.services.cli.client.openai_client import (
     DIALECTS,
@@ -19,7 +20,7 @@ from pagewire.services.cli.client.openai_client import (
     Reply,
 )
 from pagewire.services.cli.client.openai_messages import Chunk
-from pagewire.services.cli.client.sse import EventParser, EventTooLargeError
+from pagewire.services.cli.client.sse import EventParser
 from pagewire.services.cli.terminal import cut_note, describe, printable
 from pagewire.shared.base.errors import ConfigError
 
@@ -62,7 +63,7 @@ def test_events_do_not_depend_on_how_the_bytes_arrive(cuts: list[int]) -> None:
 def test_event_without_end_is_refused(parts: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 64)
     parser = EventParser()
-    with pytest.raises(EventTooLargeError):
+    with pytest.raises(EndpointError, match="more than 64 bytes"):
         for part in parts:
             list(parser.feed(part))
 
