@@ -78,10 +78,7 @@ def batch(
     with one_line_errors(), contextlib.ExitStack() as stack:
         raise_open_file_limit()  # each request has a connection
         sender = BatchSender(*options.endpoint(url, api_key), concurrency, timeout, retry_for)
-        try:
-            files = BatchFiles(stack, input_file, output_file, errors)
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+        files = BatchFiles(stack, input_file, output_file, errors)
         with asyncio.Runner() as runner, CtrlC(runner.get_loop()) as ctrl_c:
             try:
                 runner.run(_send(sender, files, ctrl_c, report_every))

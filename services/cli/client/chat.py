@@ -15,7 +15,7 @@ from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.anatomy import anatomy
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import CHAT, OpenAIClient, Reply
-from pagewire.services.cli.error_exit import EXIT_FAILURE, EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import EXIT_FAILURE, one_line_errors
 from pagewire.services.cli.terminal import cut_note, describe, note, readable_stdin, write_text
 
 PROMPT = "> "
@@ -96,8 +96,6 @@ def chat(
                 failures = _converse(runner, client, talk)
             else:
                 failures = not _ask(runner, client, talk, question)
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
         finally:
             runner.run(client.aclose())
     if failures and not (question is None and sys.stdin.isatty()):

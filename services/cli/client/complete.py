@@ -11,7 +11,7 @@ import typer
 
 from pagewire.services.cli.client import client_options as options
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
-from pagewire.services.cli.error_exit import EXIT_INTERRUPTED, one_line_errors
+from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.terminal import cut_note, note, readable_stdin, write_text
 from pagewire.shared.base.errors import ConfigError
 
@@ -43,10 +43,7 @@ def complete(
             "seed": seed,
         }
         client = OpenAIClient(*options.endpoint(url, api_key), timeout_s=timeout)
-        try:
-            asyncio.run(_complete(client, model, fields, as_json))
-        except KeyboardInterrupt:
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+        asyncio.run(_complete(client, model, fields, as_json))
 
 
 async def _complete(
