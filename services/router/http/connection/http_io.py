@@ -212,12 +212,9 @@ class EventStream(Response):
             self._answers.close()
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
-        start: Message = {
-            "type": "http.response.start",
-            "status": self.status_code,
-            "headers": self.raw_headers,
-        }
-        await send(start)
+        record_of(scope).has_events = True
+        status = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **status})
         if (writer := direct_writer(scope)) is not None:
             writer.begin(self._form)
             self._answers.push_to(writer.push)

@@ -34,6 +34,7 @@ class RequestRecord:
         request_id: from the client's header, or made by the router.
         key: name of its API key; None if it has none.
         status: status of the response; 0 if there is no response.
+        has_events: the response is a stream of events.
         outcome: how it ended; None if the status decides that.
         error: the error, for the log.
         answers: the request's answers; None if it ended before there were any.
@@ -44,7 +45,7 @@ class RequestRecord:
         self.request_id = request_id_of(scope["headers"])
         self.scope, self.start = scope, time.monotonic()
         self.key: str | None = None
-        self.status = 0
+        self.status, self.has_events = 0, False
         self.outcome: Outcome | None = None
         self.error: str | None = None
         self.answers: Answers | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagewire.services.router.http.api_errors import ShutDownError, describe
 from pagewire.services.router.http.connection.error_forms import end_with_error, error_response
@@ -28,34 +28,26 @@ class CutRequests:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request, as ASGI has it."""
-        start: Message | None = None
-
-        async def noting_start(message: Message) -> None:
-            nonlocal start
-            if message["type"] == "http.response.start":
-                start = message
-            await send(message)
-
         try:
-            await self._app(scope, receive, noting_start)
+            await self._app(scope, receive, send)
         except asyncio.CancelledError:
             if scope["type"] != "http" or not self._service.is_draining:
                 raise
             try:
                 async with asyncio.timeout(SEND_TIMEOUT_S):
-                    await self._end(start, scope, receive, send)
+                    await self._end(scope, receive, send)
             except TimeoutError:  # without the end of the body: the server closes the connection
                 logger.info(
                     "closing a connection: its client did not read for %g s at the response's end",
                     SEND_TIMEOUT_S,
                 )
 
-    async def _end(self, start: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _end(self, scope: Scope, receive: Receive, send: Send) -> None:
         error, record = describe(ShutDownError("cut, the drain time is over")), record_of(scope)
         record.outcome = "cut"
         self._service.metrics.request_errors.labels(error.status).inc()
-        if start is None:
+        if not record.status:
             await error_response(error, scope)(scope, receive, send)
-        elif any(value.startswith(b"text/event-stream") for _, value in start["headers"]):
+        elif record.has_events:
             last = end_with_error(error, scope)
             await send({"type": "http.response.body", "body": last, "more_body": False})
