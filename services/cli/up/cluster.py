@@ -293,9 +293,7 @@ class _Cluster:
     async def _poll(self) -> ClusterView | None:
         """Ask a router which workers and routers are there, and notify the supervisor."""
         view = await fetch_cluster_view(self.client, self.context.operator_url)
-        epochs: dict[str, int | None] = {}
-        if view is not None:
-            epochs = dict(view.ready_epochs)
+        epochs = {} if view is None else view.ready_epochs
         if self.store.spec is not None and await redis_process.is_answering(self.store.url):
             epochs[self.store.spec.name] = None
         self.supervisor.mark_ready(epochs)
