@@ -20,6 +20,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -51,24 +52,23 @@ logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 WORKER_WAIT_S = 30.0  # how long a request waits for a worker if none is left
 RETRY_S = 0.1
-NO_MEASURES = MeasureOptions()
 
 
 class TokenStream:
     """The tokens of an answer, from whichever workers generate them.
 
-    Set `sink` and `index`, `run` it, and `close` it in any case.
+    The caller runs it, and closes it in any case.
 
     Attributes:
-        sink: called with the index and the tokens when they arrive, until a finish reason; its
-            exceptions end `run`.
-        index: the answer's position among the request's answers.
+        sink: called with the tokens when they arrive, until a finish reason; its exceptions end
+            `run`.
         workers: ids of the workers of earlier attempts.
     """
 
     def __init__(
         self,
         dispatcher: Dispatcher,
+        sink: Callable[[TokenOutput], None],
         ticket: AdmissionTicket,
         prompt_ids: list[int],
         spec: RequestSpec,
@@ -76,11 +76,9 @@ class TokenStream:
         answers: AnswerLengths,
         measures: MeasureOptions,
     ) -> None:
-        self.sink: Callable[[int, TokenOutput], None]
-        self.index: int
         # With a seed, any worker can continue the answer with the same tokens.
         self._seed = secrets.randbits(63) if spec.seed is None else spec.seed
-        self._dispatcher, self._ticket = dispatcher, ticket
+        self._dispatcher, self.sink, self._ticket = dispatcher, sink, ticket
         self._prompt_ids = prompt_ids
         self._spec = msgspec.structs.replace(spec, seed=self._seed)
         self._session = session
@@ -167,7 +165,7 @@ class TokenStream:
             news = output.prompt_logprobs.since(self._scored_until)
             self._scored_until = max(self._scored_until, news.end)
             if news.tokens:
-                self.sink(self.index, msgspec.structs.replace(output, prompt_logprobs=news))
+                self.sink(msgspec.structs.replace(output, prompt_logprobs=news))
             return
         reason = output.finish_reason
         if output.token_ids and not self._output_ids:
@@ -177,10 +175,10 @@ class TokenStream:
             return
         self._output_ids += output.token_ids
         if reason is None:
-            return self.sink(self.index, output)
+            return self.sink(output)
         self._ended = True
         self._ticket.leave()
-        self.sink(self.index, output)
+        self.sink(output)
         self._end_attempt()
 
     def _end_attempt(self, cancel: bool = False) -> None:
@@ -229,7 +227,7 @@ class TokenStream:
         )
         if len(self._output_ids) >= self._spec.max_tokens:
             self.close("length")
-            self.sink(self.index, TokenOutput(request_id="-", finish_reason="length"))
+            self.sink(TokenOutput(request_id="-", finish_reason="length"))
             return
         if len(self._output_ids) > self._num_sent_output:
             self._losses = 0
@@ -373,14 +371,17 @@ class Dispatcher:
     def open(
         self,
         requests: Iterable[tuple[list[int], RequestSpec, int]],
-        session: int | None = None,
-        measures: MeasureOptions = NO_MEASURES,
+        sink: Callable[[int, TokenOutput], None],
+        session: int | None,
+        measures: MeasureOptions,
     ) -> list[TokenStream]:
         """Admit all answers of a request, or none. The caller runs all at once, and closes each.
 
         Args:
             requests: a prompt, its parameters, and its number of answers, at most 1 + `MAX_FORKS`;
                 at least one, all of one owner.
+            sink: gets outputs when they arrive, each with the number of its answer; see
+                `TokenStream`.
             session: number of the conversation that they continue; None: it has no name.
             measures: what is measured of them.
 
@@ -391,16 +392,15 @@ class Dispatcher:
         requests = list(requests)
         owner = requests[0][1].owner
         places = iter(self.admission.enter(sum(count for _, _, count in requests), owner))
-        streams = []
+        streams: list[TokenStream] = []
         for ids, spec, count in requests:
-            lengths = self.metrics.answers(count)
-            answers = [
-                TokenStream(
-                    self, next(places), ids, spec.for_choice(choice), session, lengths, measures
+            lengths, first = self.metrics.answers(count), len(streams)
+            for choice in range(count):
+                take, ticket = partial(sink, first + choice), next(places)
+                own_spec = spec.for_choice(choice)
+                streams.append(
+                    TokenStream(self, take, ticket, ids, own_spec, session, lengths, measures)
                 )
-                for choice in range(count)
-            ]
-            for other in answers[1:]:
-                other.start_with(answers[0])
-            streams += answers
+            for other in streams[first + 1 :]:
+                other.start_with(streams[first])
         return streams

@@ -5,6 +5,7 @@ import json
 import socket
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +33,7 @@ class Source:
     """One answer's tokens, from the test."""
 
     def __init__(self) -> None:
-        self.sink: Callable[[int, TokenOutput], None]
-        self.index: int
+        self.sink: Callable[[TokenOutput], None]
         self.closed: list[str] = []
         self._done = asyncio.Event()
 
@@ -46,7 +46,7 @@ class Source:
 
     def push(self, token_ids: list[int], finish_reason: str | None = None) -> None:
         output = TokenOutput(request_id="r", token_ids=token_ids, finish_reason=finish_reason)
-        self.sink(self.index, output)
+        self.sink(output)
 
 
 class Served:
@@ -69,7 +69,12 @@ class Served:
         asked = SimpleNamespace(
             prompts=[prompt], n=1, rules=TextRules(), generates=True, timings=False
         )
-        dispatcher = SimpleNamespace(open=lambda requests, session, watch: [source])
+
+        def opened(_requests: Any, sink: Any, _session: Any, _measures: Any) -> list[Source]:
+            source.sink = partial(sink, 0)
+            return [source]
+
+        dispatcher = SimpleNamespace(open=opened)
         answers = AnswerSet(dispatcher, MODEL, asked, Sender("r", "its owner"))
         self.answers.append(answers)
         rest = answers.deltas()

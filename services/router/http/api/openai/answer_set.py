@@ -96,15 +96,13 @@ class AnswerSet:
             (prompt.token_ids, sender.sign(prompt.spec), request.n) for prompt in request.prompts
         )
         measures = MeasureOptions(request.timings, bool(request.rules.stops), trace)
-        self._sources = dispatcher.open(requests, sender.session_number, measures)
+        session = sender.session_number
+        self._sources = dispatcher.open(requests, self._on_output, session, measures)
         self._answers = [
             AnswerStream(_assembler(model, request, prompt.token_ids), request.generates)
             for prompt in request.prompts
             for _ in range(request.n)
         ]
-        on_output = self._on_output
-        for index, source in enumerate(self._sources):
-            source.sink, source.index = on_output, index
         self._push: Push | None = None
         self._is_idle = False  # the reader waits for deltas and has read all earlier ones
         self._backlog = Backlog()
@@ -244,5 +242,5 @@ def _assembler(
     return TextAssembler(model.tokenizer, prompt_ids, request.rules, parts)
 
 
-def _ignore(_index: int, _output: TokenOutput) -> None:
+def _ignore(_output: TokenOutput) -> None:
     """Ignore the output for a request that has ended."""
