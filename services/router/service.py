@@ -24,8 +24,7 @@ from pagewire.services.router.metrics.state import StateCollector
 from pagewire.services.router.operator_pages import OperatorPages
 from pagewire.services.router.placement.admission import Admission
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
-from pagewire.services.router.placement.policy import Policy, PrefixPolicy, RoundRobinPolicy
-from pagewire.services.router.placement.predicted import PredictedPolicy
+from pagewire.services.router.placement.policies import POLICIES
 from pagewire.services.router.placement.worker_selector import WorkerSelector
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.aio import end_task, start_task
@@ -89,7 +88,7 @@ class RouterService:
             note_lookup=self.metrics.index_lookup.observe,
         )
         self.selector = WorkerSelector(
-            secret, self.members, self._index, _policy(settings), in_flight
+            secret, self.members, self._index, POLICIES[settings.policy](random.Random()), in_flight
         )
         self.dispatcher = Dispatcher(
             self.selector,
@@ -247,13 +246,3 @@ class RouterService:
             "routers": self.members.describe_routers(),
             "services": services,
         }
-
-
-def _policy(settings: RouterSettings) -> Policy:
-    match settings.policy:
-        case "round_robin":
-            return RoundRobinPolicy()
-        case "prefix":
-            return PrefixPolicy(random.Random())
-        case "predicted":
-            return PredictedPolicy(random.Random())

@@ -24,12 +24,7 @@ from pagewire.services.cli.simulation.results import (
     SimulationSummary,
     summarize,
 )
-from pagewire.services.cli.simulation.router import (
-    POLICIES,
-    SimulatedIndex,
-    SimulatedRouter,
-    run_length,
-)
+from pagewire.services.cli.simulation.router import SimulatedIndex, SimulatedRouter, run_length
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import (
     SimulatedWorker,
@@ -38,6 +33,7 @@ from pagewire.services.cli.simulation.worker import (
     make_core,
 )
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN, Conversation
+from pagewire.services.router.placement.policies import POLICIES
 from pagewire.shared.base.errors import InvalidRequestError, NoWorkerError, OverloadedError
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport

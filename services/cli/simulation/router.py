@@ -6,8 +6,7 @@ with heartbeats, and the index has a block some time after a worker has it.
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,15 +15,7 @@ from pagewire.services.cli.simulation.worker import EPOCH, SimulatedWorker
 from pagewire.services.router.placement.forecast import Forecast, with_lent_prices
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.placed_sessions import PlacedSessions
-from pagewire.services.router.placement.policy import (
-    Candidate,
-    Placement,
-    Policy,
-    PrefixPolicy,
-    Prompt,
-    RoundRobinPolicy,
-)
-from pagewire.services.router.placement.predicted import PredictedPolicy
+from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import NO_LOAD, Load
@@ -34,12 +25,6 @@ from pagewire.shared.kv.block_hash import BlockHash
 HEARTBEAT_S = 1.0  # renewal of records; routers read them twice as often
 INDEX_DELAY_S = 0.051  # a publisher collects changes for 50 ms, then sends them
 OPTIMISTIC_TTL_S = 5.0
-
-POLICIES: Mapping[str, Callable[[random.Random], Policy]] = {
-    "predicted": PredictedPolicy,
-    "prefix": PrefixPolicy,
-    "round_robin": lambda _rng: RoundRobinPolicy(),
-}
 
 
 @dataclass(slots=True)
