@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 from typing import Annotated
 
@@ -79,18 +77,11 @@ def parse_workers(text: str, policy: str, routers: int) -> ClusterPlan:
 def show(summaries: dict[str, SimulationSummary], promise: Promise, as_json: bool) -> None:
     """Print the figures of simulations by the clusters' labels."""
     if as_json:
-        print(json.dumps({name: report(summary) for name, summary in summaries.items()}, indent=2))
+        print_json(summaries)
     else:
         print_whole(Console(), table_of(summaries, promise))
 
 
-def report(summary: SimulationSummary) -> dict[str, object]:
-    """Return a simulation's figures as JSON values; those that are not a number are None."""
-    plain: dict[str, object] = msgspec.to_builtins(summary)
-    return {name: _without_nan(value) for name, value in plain.items()}
-
-
-def _without_nan(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _without_nan(each) for name, each in value.items()}
-    return None if isinstance(value, float) and math.isnan(value) else value
+def print_json(value: object) -> None:
+    """Print figures as JSON; those that are not a number are null."""
+    print(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())

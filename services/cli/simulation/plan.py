@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -15,7 +15,7 @@ from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.simulation import options
 from pagewire.services.cli.simulation.capacity import highest_factor
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
-from pagewire.services.cli.simulation.command import report
+from pagewire.services.cli.simulation.command import print_json
 from pagewire.services.cli.simulation.machine import MachinePrices
 from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 from pagewire.services.cli.simulation.view import table_of
@@ -91,7 +91,7 @@ def plan(
             for local in dict.fromkeys(local_prefill_tokens[: None if division.prefill else 1])
         ]
         if as_json:
-            print(json.dumps([_report(choice) for choice in _best_first(choices)], indent=2))
+            print_json([_report(choice) for choice in _best_first(choices)])
         else:
             _show(choices, promise)
 
@@ -143,7 +143,7 @@ def _report(choice: GpuDivision) -> dict[str, object]:
         "local_prefill_tokens": choice.local,
         "capacity": choice.factor,
         "why": reason(choice),
-        **report(choice.summary),
+        **msgspec.to_builtins(choice.summary),
     }
 
 
