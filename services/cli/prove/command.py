@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
 import typer
@@ -59,10 +60,7 @@ def as_object(proof: Proof) -> dict[str, Any]:
         "passed": proof.passed,
         "seconds": round(proof.total_s, 3),
         "start_seconds": round(proof.start_s, 3),
-        "lines": [
-            {"name": line.name, "passed": line.passed, "detail": line.detail}
-            for line in proof.lines
-        ],
+        "lines": [asdict(line) for line in proof.lines],
         "calm_text": proof.calm[0].text,
         "disturbed_text": proof.disturbed[0].text,
     }
