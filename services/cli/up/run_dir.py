@@ -50,11 +50,9 @@ def private_dir() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*"):
         if not is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):
             shutil.rmtree(left, ignore_errors=True)
-    path = Path(tempfile.mkdtemp(prefix=f"{PRIVATE_PREFIX}{os.getpid()}-"))  # mode 0700
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+    prefix = f"{PRIVATE_PREFIX}{os.getpid()}-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
+        yield Path(path)  # mode 0700
 
 
 def is_running(pid: str) -> bool:

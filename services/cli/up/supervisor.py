@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from pagewire.services.cli.up.log_lines import message_of, what_explains
 from pagewire.services.cli.up.processes import TAIL_LINES, Child, ChildSpec, ExitStatus, OutputLog
@@ -248,18 +247,12 @@ class Supervisor:
         self, status: ChildStatus, child: Child, stop: asyncio.Event
     ) -> ExitStatus:
         """Wait for the child's own end, or bring it about."""
-        async with _task(stop.wait()) as stopping:
-            await asyncio.wait({child.ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        await _first_of(child.ended, stop)
         if not child.ended.done():
             child.terminate()
             # One that still loads has no requests, and may take minutes to notice the signal.
             grace_s = self._grace_s if status.state is State.READY else STARTING_GRACE_S
-            async with _task(self._hurry.wait()) as hurrying:
-                await asyncio.wait(
-                    {child.ended, hurrying},
-                    timeout=min(grace_s, self._grace_s),
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+            await _first_of(child.ended, self._hurry, min(grace_s, self._grace_s))
             if status.spec.is_front and not child.ended.done():
                 child.terminate()  # the second time: its streams end with an error
                 await asyncio.wait({child.ended}, timeout=CUT_S)
@@ -314,11 +307,12 @@ def refusal_in(lines: list[str]) -> str:
     return next(text for texts in reasons for text in texts if text)
 
 
-@contextlib.asynccontextmanager
-async def _task(work: Coroutine[Any, Any, bool]) -> AsyncIterator[asyncio.Task[bool]]:
-    """Run something in the background for as long as the context lasts."""
-    task = asyncio.create_task(work)
+async def _first_of(
+    ended: asyncio.Task[ExitStatus], event: asyncio.Event, timeout: float | None = None
+) -> None:
+    """Wait until a child has ended, an event is set, or the time is over."""
+    waiting = asyncio.create_task(event.wait())
     try:
-        yield task
+        await asyncio.wait({ended, waiting}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        await end_task(task)
+        await end_task(waiting)
