@@ -7,6 +7,7 @@ from functools import lru_cache
 from ipaddress import IPv4Address, ip_address, ip_network
 from typing import Any, Literal
 
+from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from pagewire.services.router.http.api.openai.answer_set import AnswerSet, EmbeddingAnswers
@@ -68,14 +69,10 @@ class RequestRecord:
 
     def begin_span(self, tracing: Tracing) -> str | None:
         """Begin the request's span, a child of the client's; return it as W3C's `traceparent`."""
-        attributes = {
-            name: value.decode("latin-1")
-            for name, value in self.scope["headers"][::-1]
-            if name in (b"traceparent", b"tracestate")
-        }
-        state, ago_s = attributes.get(b"tracestate"), time.monotonic() - self.start
+        headers, ago_s = Headers(scope=self.scope), time.monotonic() - self.start
+        parent, state = headers.get("traceparent"), headers.get("tracestate")
         name = f"POST {self.scope['path']}"[:MAX_PATH_CHARS]
-        self.span = tracing.start(name, attributes.get(b"traceparent"), state, ago_s=ago_s)
+        self.span = tracing.start(name, parent, state, ago_s=ago_s)
         return None if self.span is None else self.span.trace
 
     def end_span(self) -> None:
