@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 
 import httpx
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.filesize import decimal
 from rich.live import Live
 from rich.measure import Measurement
 from rich.table import Table
@@ -43,7 +44,6 @@ STATE_STYLES = {
     "unreachable": "red",
     "another version": "red",
 }
-UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 RowT = TypeVar("RowT")
@@ -267,9 +267,4 @@ def count(value: float | None) -> str:
 
 
 def _bytes(value: float | None) -> str:
-    if value is None:
-        return "-"
-    unit = 0
-    while value >= 1000 and unit < len(UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.1f} {UNITS[unit]}" if unit else f"{value:.0f} B"
+    return "-" if value is None else decimal(round(value))
