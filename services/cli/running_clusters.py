@@ -6,7 +6,6 @@ that a record of a process that was killed is not taken for a running cluster's.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import tempfile
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from pagewire.services.cli.up.ready_file import MAX_BYTES, ReadyFile
+from pagewire.services.cli.up.ready_file import MAX_BYTES, ReadyFile, is_held
 from pagewire.services.cli.up.run_dir import PRIVATE_PREFIX, is_running
 
 RECORD = "cluster.json"
@@ -64,14 +63,6 @@ def _read(path: Path) -> RunningCluster | None:
             return None
         with path.open("rb") as file:
             cluster = msgspec.json.decode(file.read(MAX_BYTES), type=RunningCluster)
-            return cluster if is_running(str(cluster.pid)) and _is_held(file.fileno()) else None
+            return cluster if is_running(str(cluster.pid)) and is_held(file) else None
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None  # removed by now, or another release's
-
-
-def _is_held(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    return False

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pagewire.shared.base.errors import ConfigError
 
@@ -72,16 +72,23 @@ class ReadyFile:
         if not self.path.is_file():
             return
         with self.path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
+            if is_held(file):
                 raise ConfigError(
                     f"--ready-file {self.path} is a running cluster's: stop that one, or name "
                     "another path"
-                ) from exc
+                )
 
     def _unusable(self, exc: OSError) -> ConfigError:
         return ConfigError(f"--ready-file {self.path} cannot be written: {exc.strerror}")
+
+
+def is_held(file: BinaryIO) -> bool:
+    """Whether another process holds a lock of an open file; the caller closes its own."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    return False
 
 
 def _is_left_over(path: Path) -> bool:
