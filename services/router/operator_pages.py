@@ -67,7 +67,7 @@ class OperatorPages:
             [Route(LIVE_PATH, self._show_live)],
         )
         self._describe_cluster = describe_cluster
-        data = ClusterData(describe_cluster, self._live, members.other_routers)
+        data = ClusterData(describe_cluster, self._live, members.routers.others)
         routes = [
             Route("/cluster", self._show_cluster),
             Route("/sd", self._show_targets),
@@ -103,7 +103,7 @@ class OperatorPages:
 
     def _live(self) -> LivePage:
         """Return this router's own numbers and its last requests."""
-        own = own_numbers(self._members.own_record(), self._metrics, self._admission)
+        own = own_numbers(self._members.routers.own(), self._metrics, self._admission)
         return LivePage(router=own, requests=self._recent.newest_first())
 
     async def _show_live(self, _request: Request) -> Response:

@@ -11,6 +11,7 @@ from typing import Any
 
 from redis.asyncio import Redis
 
+from pagewire.services.router.cluster.description import describe_routers
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.dashboard.recent_requests import RecentRequests
 from pagewire.services.router.dispatch.dispatcher import Dispatcher
@@ -230,12 +231,12 @@ class RouterService:
         if self.is_draining:
             return "draining"
         services = self.members.describe_services()
-        return "starting" if self.members.waiting_for(services) else "ready"
+        return "starting" if self.members.startup.waiting_for(services) else "ready"
 
     def describe_cluster(self) -> dict[str, Any]:
         """Return the body of `/cluster`; the cluster is ready where its status is "ok"."""
         services = self.members.describe_services()
-        waiting_for = self.members.waiting_for(services)
+        waiting_for = self.members.startup.waiting_for(services)
         status = "starting" if waiting_for else "ok" if self.can_serve else "no decode worker"
         return {
             "status": "draining" if self.is_draining else status,
@@ -243,6 +244,6 @@ class RouterService:
             "redis": "up" if self.members.directory.redis_ok else "down",
             "protocol": PROTOCOL_VERSION,
             "waiting_for": waiting_for,
-            "routers": self.members.describe_routers(),
+            "routers": describe_routers(self.members.all_routers()),
             "services": services,
         }

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 from redis.asyncio import Redis
 
-from pagewire.services.router.cluster.description import describe_routers, describe_services
+from pagewire.services.router.cluster.description import describe_services
 from pagewire.services.router.cluster.startup import Startup
 from pagewire.services.router.cluster.worker_links import OnLoad, WorkerLinks
 from pagewire.shared.cluster.crash_reports import CrashReports
@@ -35,6 +35,8 @@ class ClusterMembers:
         registry: reads the workers' records.
         directory: has the records of the workers that are alive.
         decode_links, prefill_links: connections to them.
+        routers: announces this router, and has the records of the others.
+        startup: knows what the cluster's start still waits for.
     """
 
     def __init__(
@@ -65,61 +67,41 @@ class ClusterMembers:
             on_join=self._on_join,
             on_leave=self._on_leave,
         )
-        self._routers = RouterDirectory(
+        self.routers = RouterDirectory(
             redis, secret, settings.router_id, interval_s, settings.lease_s, state
         )
-        self._startup = Startup(settings.expected_workers)
+        self.startup = Startup(settings.expected_workers)
 
     @property
     def expired_records(self) -> int:
         """Records of processes that are lost, which this router was the first to remove."""
-        return self.registry.expired_records + self._routers.expired_records
+        return self.registry.expired_records + self.routers.expired_records
 
     async def start(self, metrics_endpoint: str) -> None:
         """Look for workers, and announce this router. There may be no worker, and no Redis."""
         await self.directory.start()
-        await self._routers.start(metrics_endpoint)
+        await self.routers.start(metrics_endpoint)
 
     async def close(self) -> None:
         """End the connections to workers, other routers and Redis. Idempotent."""
-        await self._routers.close()
+        await self.routers.close()
         await self.directory.close()
         await self.prefill_links.close()
         await self.decode_links.close()
 
-    def own_record(self) -> RouterRecord:
-        """Return this router's record as it is now."""
-        return self._routers.own()
-
-    def other_routers(self) -> list[RouterRecord]:
-        """Return the records of the other routers that are alive, by id."""
-        return self._routers.others()
-
     @property
     def num_routers(self) -> int:
         """How many routers take requests, this one included."""
-        return 1 + sum(router.state != "draining" for router in self.other_routers())
+        return 1 + sum(router.state != "draining" for router in self.routers.others())
 
     def all_routers(self) -> list[RouterRecord]:
         """Return the records of the routers that are alive, this one first."""
-        return [self.own_record(), *self.other_routers()]
+        return [self.routers.own(), *self.routers.others()]
 
     def describe_services(self) -> list[dict[str, Any]]:
         """Return an object for each worker, as `/cluster` shows it."""
         reachable = {link.worker_id for link in chain(self.decode_links, self.prefill_links)}
         return describe_services(self.directory.workers(), self.directory.others, reachable)
-
-    def describe_routers(self) -> list[dict[str, Any]]:
-        """Return an object for each router, as `/cluster` shows it."""
-        return describe_routers(self.all_routers())
-
-    def waiting_for(self, services: Sequence[dict[str, Any]]) -> list[str]:
-        """Return what a start still waits for, in words; empty once it is over.
-
-        Args:
-            services: result of `describe_services`.
-        """
-        return self._startup.waiting_for(services)
 
     def _on_join(self, record: WorkerRecord) -> None:
         """Connect to a run of a worker."""

@@ -58,8 +58,8 @@ def test_each_router_shows_the_requests_and_numbers_of_all(redis_url: str) -> No
         ):
             await first.ready()
             await second.ready()
-            await eventually(lambda: first.service.members.other_routers())
-            await eventually(lambda: second.service.members.other_routers())
+            await eventually(lambda: first.service.members.routers.others())
+            await eventually(lambda: second.service.members.routers.others())
             for router, name in ((first, "one"), (second, "two")):
                 headers = {"x-request-id": name}
                 asked = {"model": MODEL, "prompt": "Hi", "max_tokens": 3}
@@ -94,7 +94,7 @@ def test_a_document_of_all_routers_stalls_no_stream(
             live_router(redis_url, router_id="router-0") as first,
             live_router(redis_url, router_id="router-1"),
         ):
-            await eventually(lambda: first.service.members.other_routers())
+            await eventually(lambda: first.service.members.routers.others())
             monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", load)
             assert (await document(first)).json()["silent"] == []
 
@@ -115,7 +115,7 @@ def test_a_router_that_does_not_answer_is_named_and_the_rest_is_shown(redis_url:
         other = RouterDirectory(redis, SECRET, "c", HEARTBEAT_S, LEASE_S, lambda: "ready")
         await other.start(f"http://127.0.0.1:{port}")
         async with server, live_router(redis_url, router_id="b") as router:
-            await eventually(lambda: router.service.members.other_routers())
+            await eventually(lambda: router.service.members.routers.others())
             found = (await document(router)).json()
             assert found["silent"] == ["c"]
             assert [each["id"] for each in found["live"]] == ["b"]

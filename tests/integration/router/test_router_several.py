@@ -57,8 +57,8 @@ def test_each_shows_its_own_metrics_and_lists_all(redis_server: RedisServer) -> 
         ):
             await first.ready()
             await second.ready()
-            await eventually(lambda: first.service.members.other_routers())
-            await eventually(lambda: second.service.members.other_routers())
+            await eventually(lambda: first.service.members.routers.others())
+            await eventually(lambda: second.service.members.routers.others())
             assert (await first.complete(prompt="Hi", max_tokens=3)).status_code == 200
             assert (await second.complete(prompt="Hi", max_tokens=5)).status_code == 200
             name = f'vllm:generation_tokens_total{{model_name="{MODEL}"}}'
@@ -72,7 +72,7 @@ def test_each_shows_its_own_metrics_and_lists_all(redis_server: RedisServer) -> 
             routers = (await first.cluster()).json()["routers"]
             assert [each["id"] for each in routers] == ["router-0", "router-1"]
             assert [each["state"] for each in routers] == ["ready", "ready"]
-            assert routers[1]["epoch"] == second.service.members.own_record().epoch
+            assert routers[1]["epoch"] == second.service.members.routers.own().epoch
 
     run_async(main())
 
@@ -167,8 +167,8 @@ def test_one_that_ends_is_known_to_have_gone(redis_server: RedisServer) -> None:
     async def main() -> None:
         async with live_router(redis_server.url, router_id="router-0") as first:
             async with live_router(redis_server.url, router_id="router-1"):
-                await eventually(lambda: first.service.members.other_routers())
-            await eventually(lambda: not first.service.members.other_routers(), timeout=LEASE_S)
+                await eventually(lambda: first.service.members.routers.others())
+            await eventually(lambda: not first.service.members.routers.others(), timeout=LEASE_S)
             names = [each["labels"]["instance"] for each in await first.targets()]
             assert names == ["router-0"]
 
@@ -214,12 +214,12 @@ def test_without_redis_they_serve_on_and_find_one_another_again(redis_server: Re
     async def main() -> None:
         url = redis_server.url
         async with live_router(url, router_id="a") as first, live_router(url, router_id="b"):
-            await eventually(lambda: first.service.members.other_routers())
+            await eventually(lambda: first.service.members.routers.others())
             redis_server.kill()
             await asyncio.sleep(3 * LEASE_S)  # nobody can say who is alive: the last view stays
             assert [each["id"] for each in (await first.cluster()).json()["routers"]] == ["a", "b"]
             redis_server.start()
-            await eventually(lambda: first.service.members.other_routers(), timeout=10)
+            await eventually(lambda: first.service.members.routers.others(), timeout=10)
 
     run_async(main())
 
