@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -153,13 +153,13 @@ async def _receive(request: Request, body: bytearray, memory: BodyMemory) -> Non
         raise api_errors.ClientGoneError("the client left while it sent its request") from exc
 
 
-async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def cancel_on_disconnect(receive: Receive, work: Awaitable[T]) -> T:
     """Await something for a client; cancel it as soon as the client disconnects.
 
     Raises:
         ClientGoneError: the client left first.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     watcher = start_task(_wait_for_disconnect(receive), "disconnect watcher")
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Protocol
 
 import msgspec
@@ -231,7 +231,7 @@ async def answer(
             return Response(body, media_type="application/json")
         # The status line waits for the first token, so that a refusal has a status of its own.
         rest = answers.deltas()
-        first = await cancel_on_disconnect(request.receive, first_delta(rest))
+        first = await cancel_on_disconnect(request.receive, anext(rest))
     except BaseException:  # also if the client is gone and the task is cancelled
         answers.close()
         raise
@@ -302,11 +302,6 @@ async def _check_grammar(request: Request, generation: GenerationInput) -> Gener
         else:
             break
     return generation
-
-
-async def first_delta(deltas: AsyncIterator[tuple[int, TextDelta]]) -> tuple[int, TextDelta]:
-    """Return the first delta of an answer."""
-    return await anext(deltas)
 
 
 def service_of(request: Request) -> RouterService:
