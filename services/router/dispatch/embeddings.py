@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Sequence
 
 import msgspec
@@ -56,11 +55,11 @@ class EmbeddingSet:
     def __init__(
         self, dispatcher: Dispatcher, prompts: Sequence[list[int]], template: Embed
     ) -> None:
-        self._dispatcher, self._prompts, self._template = dispatcher, prompts, template
+        self._dispatcher, self._template = dispatcher, template
         self.num_tokens = sum(map(len, prompts))
         self.workers: list[str] = []
         self._vectors = [b""] * len(prompts)
-        self._todo = deque(range(len(prompts)))
+        self._todo = enumerate(prompts)
         admission = dispatcher.admission
         num_places = min(len(prompts), MAX_AT_ONCE, admission.max_request)
         self._tickets = admission.enter(num_places, template.owner)
@@ -89,10 +88,9 @@ class EmbeddingSet:
 
     async def _work(self) -> None:
         """Have one prompt after another computed, until none is left."""
-        while self._todo:
-            index = self._todo.popleft()
-            self._vectors[index] = await self._embed(self._prompts[index])
-            self._dispatcher.metrics.count_embedding(len(self._prompts[index]))
+        for index, token_ids in self._todo:
+            self._vectors[index] = await self._embed(token_ids)
+            self._dispatcher.metrics.count_embedding(len(token_ids))
 
     async def _embed(self, token_ids: list[int]) -> bytes:
         excluded: set[str] = set()
