@@ -76,11 +76,6 @@ class Slo:
     ttft_s: float | None = None
     itl_s: float | None = None
 
-    @property
-    def is_set(self) -> bool:
-        """Whether the user gave a bound for the first token or for gaps."""
-        return self.ttft_s is not None or self.itl_s is not None
-
     def is_met(self, ttft: float | None, gap: float | None) -> bool:
         """Return whether a reply is good; a reply of one token meets any bound on gaps.
 
@@ -196,7 +191,7 @@ class Results:
         }
 
     def _goodput(self, seconds: float) -> dict[str, Any] | None:
-        if not self.slo.is_set:
+        if self.slo == Slo():
             return None
         return {
             "slo_ttft_ms": None if self.slo.ttft_s is None else self.slo.ttft_s * 1e3,
