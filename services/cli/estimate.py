@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pagewire.services.cli.error_exit import needs_worker_extra, one_line_errors
-from pagewire.services.cli.options import with_settings
+from pagewire.services.cli.options import options_of, with_settings
 from pagewire.services.cli.terminal import print_whole
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.model.config import has_dtype, load_config
@@ -36,7 +36,6 @@ GPUS = {
     "H200": 139.8,
     "B200": 178.4,
 }
-OWN = ("length", "memory", "as_json")
 SIZES = (
     "revision",
     "dtype",
@@ -79,8 +78,7 @@ def estimate(
     Example: pagewire estimate demo --memory 24
     """
     with one_line_errors():
-        given = {name: value for name, value in ctx.params.items() if name not in OWN}
-        settings = load_settings(WorkerSettings, given)
+        settings = load_settings(WorkerSettings, options_of(WorkerSettings, ctx.params))
         path = resolve_model(settings.model, weights=False, revision=settings.revision)
         config = load_config(
             path, quantization=settings.quantization, kv_cache_dtype=settings.kv_cache_dtype

@@ -103,6 +103,11 @@ def with_parameters(
     return run
 
 
+def options_of(kind: type[BaseSettings], params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a command that are settings of a class."""
+    return {name: value for name, value in params.items() if name in kind.model_fields}
+
+
 def _plain_type(annotation: Any) -> Any:
     """Return the type of a setting as the command line reads it; the class checks it further."""
     while get_origin(annotation) is not Literal and (inner := get_args(annotation)):

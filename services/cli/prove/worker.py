@@ -17,7 +17,7 @@ from typing import Annotated, Any, cast
 import typer
 
 from pagewire.services.cli.error_exit import one_line_errors
-from pagewire.services.cli.options import DECODE_ONLY, with_settings
+from pagewire.services.cli.options import DECODE_ONLY, options_of, with_settings
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.shared.engine.execution.block_mover import PendingMove
 from pagewire.shared.settings.config import WorkerSettings, load_settings
@@ -95,8 +95,7 @@ def worker(
 ) -> None:
     """Run a prefill worker that carries out orders."""
     with one_line_errors():
-        given = {name: value for name, value in ctx.params.items() if name != "orders"}
-        settings = load_settings(WorkerSettings, given)
+        settings = load_settings(WorkerSettings, options_of(WorkerSettings, ctx.params))
         make = partial(make_disturbed, orders=Orders(orders))
         raise typer.Exit(run_worker(settings, "prefill", make))
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic_settings import BaseSettings
 
 from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.imports import without_garbage_searches
-from pagewire.services.cli.options import OWN_REDIS, with_settings
+from pagewire.services.cli.options import OWN_REDIS, options_of, with_settings
 from pagewire.shared.base.addresses import is_address
 from pagewire.shared.model.source import DEMO
 from pagewire.shared.settings.config import RouterSettings, WorkerSettings, load_settings
@@ -132,8 +131,3 @@ def check_options(params: dict[str, Any]) -> UpSettings:
         router_options["allowed_hosts"] = ",".join((*(router.allowed_hosts or ()), router.host))
     worker = load_settings(WorkerSettings, worker_options)
     return UpSettings(router, worker, router_options, worker_options)
-
-
-def options_of(kind: type[BaseSettings], given: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that are settings of a class."""
-    return {name: value for name, value in given.items() if name in kind.model_fields}

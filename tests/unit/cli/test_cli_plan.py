@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 
 from pagewire.services.cli.main import app
+from pagewire.services.cli.options import options_of
 from pagewire.services.cli.up import command as up
 from pagewire.services.cli.up.cluster_plan import (
     ClusterOptions,
@@ -325,7 +326,7 @@ def test_every_option_of_up_is_one_of_the_services_that_get_it() -> None:
     given = {param.name or "": 1 for param in commands["up"].params}
     for name in up.NOT_SETTINGS:
         del given[name]
-    router, workers = (up.options_of(kind, given) for kind in (RouterSettings, WorkerSettings))
+    router, workers = (options_of(kind, given) for kind in (RouterSettings, WorkerSettings))
     reached: set[str] = set()
     for spec in plan(router_options=router, worker_options=workers).values():
         command = spec.argv[spec.argv.index("pagewire.services.cli.main") + 1]
