@@ -195,7 +195,8 @@ def test_choice_of_splits(programs, tiles, expected):
     ],
 )
 def test_choice_of_tilings(programs, group_pad, itemsizes, expected):
-    chosen = decode_module.choose_tiling(programs, group_pad, 128, *itemsizes, 132)
+    itemsize, cache_itemsize = itemsizes
+    chosen = decode_module.choose_tiling(programs, group_pad, 128, itemsize, cache_itemsize, 132)
     assert chosen == expected
     if chosen.warps == 2:
         assert decode_module.choose_splits(programs, 4096, 132) == 1
