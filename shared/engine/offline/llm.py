@@ -232,20 +232,19 @@ class LLM(OfflineModel):
         outputs, answers = self._prepare(prompts, sampling_params, default_tokens)
         try:
             with self._running:
-                self._run(answers, use_tqdm)
+                self._run(answers, GenerationProgress(outputs, use_tqdm))
         finally:
             self._end_left()
         return outputs
 
-    def _run(self, answers: Answers, use_tqdm: bool) -> None:
+    def _run(self, answers: Answers, progress: GenerationProgress) -> None:
         """Compute all answers. All requests are aborted at the end, also after an error."""
         try:
             self._add(answers)
-            with GenerationProgress(len(answers), use_tqdm) as progress:
-                for answer in answers.values():
-                    answer.progress = progress
+            with progress:
                 while not self._live.keys().isdisjoint(answers.keys()):
                     others = self._step().individual
+                    progress.update()
                     if any(each.finish_reason in FAILURES for each in others):
                         _raise_error(answers)
             self._step()  # finishes the overlapped step, if there is one

@@ -6,7 +6,6 @@ import msgspec
 
 from pagewire.shared.base.errors import InvalidRequestError, RequestFailedError
 from pagewire.shared.engine.offline.chats import ChatPrompt
-from pagewire.shared.engine.offline.llm_progress import GenerationProgress
 from pagewire.shared.engine.offline.outputs import (
     CompletionOutput,
     Logprob,
@@ -20,8 +19,6 @@ from pagewire.shared.request.sampling import RequestSpec, SamplingParams
 from pagewire.shared.text.answer_text import TextAssembler, TextFinishReason, TextRules
 from pagewire.shared.text.tokenizer import Tokenizer
 from pagewire.shared.tool_calls.answer_parts import answer_parts
-
-NO_PROGRESS = GenerationProgress(0, False)
 
 
 class LLMAnswer:
@@ -39,7 +36,6 @@ class LLMAnswer:
     Attributes:
         output_kind: what a stream yields, see `SamplingParams.output_kind`.
         error: why it failed, if it did.
-        progress: counts its tokens.
     """
 
     def __init__(
@@ -55,7 +51,6 @@ class LLMAnswer:
         self._chat = prompt if isinstance(prompt, ChatPrompt) else None
         self.output, self.spec, self.output_kind = output, spec, asked.output_kind
         self.error: RequestFailedError | None = None
-        self.progress = NO_PROGRESS
         self._result = CompletionOutput(choice, logprobs=None if spec.logprobs is None else [])
         self._prompt_logprobs: list[dict[int, Logprob] | None] = [None]  # the first token has none
         output.outputs.append(self._result)
@@ -86,18 +81,14 @@ class LLMAnswer:
             return True
         if step.prompt_logprobs is not None:
             self._prompt_logprobs += self._readable(step.prompt_logprobs.tokens)
-        prompt_tokens = 0
-        if step.cached_tokens is not None:
-            prompt_tokens = len(self.output.prompt_token_ids)
-            if self._result.index == 0:
-                self.output.cached_tokens = step.cached_tokens
-        return self.add(step.token_ids, step.finish_reason, prompt_tokens, step.logprobs)
+        if step.cached_tokens is not None and self._result.index == 0:
+            self.output.cached_tokens = step.cached_tokens
+        return self.add(step.token_ids, step.finish_reason, step.logprobs)
 
     def add(
         self,
         token_ids: list[int],
         finish_reason: TextFinishReason | None,
-        prompt_tokens: int = 0,
         logprobs: Logprobs | None = None,
     ) -> bool:
         """Add tokens; returns whether the answer has ended."""
@@ -113,11 +104,10 @@ class LLMAnswer:
             logprobs = delta.logprobs
         if logprobs is not None and result.logprobs is not None:
             result.logprobs += self._readable(logprobs)
-        ended = result.finish_reason is not None
-        if ended:
-            self._finish()
-        self.progress.add(ended, prompt_tokens, len(token_ids))
-        return ended
+        if result.finish_reason is None:
+            return False
+        self._finish()
+        return True
 
     def _readable(self, logprobs: Logprobs) -> list[dict[int, Logprob]]:
         tokenizer = self._tokenizer
