@@ -86,39 +86,6 @@ class Findings:
         }
 
 
-class Agents:
-    """Runs agents against an endpoint.
-
-    Args:
-        client: of the endpoint, with timings.
-        model: to ask for.
-    """
-
-    def __init__(self, client: OpenAIClient, model: str) -> None:
-        self._client, self._model = client, model
-        self.found = Findings()
-
-    async def run(self, load: Sequence[Conversation]) -> None:
-        """Let all agents work, each from its time on."""
-        async with asyncio.TaskGroup() as tasks:
-            for number, agent in enumerate(load):
-                tasks.create_task(self._work(agent, f"agent-{number}"))
-
-    async def _work(self, agent: Conversation, name: str) -> None:
-        await asyncio.sleep(agent.start_s)
-        history: list[int] = []
-        for turn in agent.turns:
-            await asyncio.sleep(turn.pause_s)
-            known = len(history) if turn.continues else None
-            history += [token for part in turn.new for token in tokens_of(part)]
-            body = {"model": self._model, "prompt": history, "temperature": 0}
-            body["max_tokens"] = turn.answer_tokens
-            more = {"ignore_eos": True, "session_id": name}
-            reply = await self._client.stream(COMPLETIONS, body, more)
-            history += reply.token_ids
-            self.found.add(reply, known)
-
-
 def tokens_of(part: PromptPart) -> list[int]:
     """Return a part's tokens, always the same for the same part."""
     return random.Random(part.content).choices(WORDS, k=part.tokens)
@@ -151,10 +118,28 @@ def used_s(cluster: Running) -> dict[str, list[float]]:
 
 async def measure(url: str, load: Sequence[Conversation]) -> Findings:
     """Let the agents work; returns what was measured."""
+    found = Findings()
     async with OpenAIClient(url, timeout_s=120.0, keep_text=False, asks_timings=True) as client:
-        running = Agents(client, await client.choose_model(None))
-        await running.run(load)
-        return running.found
+        model = await client.choose_model(None)
+
+        async def work(agent: Conversation, name: str) -> None:
+            await asyncio.sleep(agent.start_s)
+            history: list[int] = []
+            for turn in agent.turns:
+                await asyncio.sleep(turn.pause_s)
+                known = len(history) if turn.continues else None
+                history += [token for part in turn.new for token in tokens_of(part)]
+                body = {"model": model, "prompt": history, "temperature": 0}
+                body["max_tokens"] = turn.answer_tokens
+                more = {"ignore_eos": True, "session_id": name}
+                reply = await client.stream(COMPLETIONS, body, more)
+                history += reply.token_ids
+                found.add(reply, known)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number, agent in enumerate(load):
+                tasks.create_task(work(agent, f"agent-{number}"))
+    return found
 
 
 def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
