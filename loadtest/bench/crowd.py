@@ -9,7 +9,6 @@ measurement; `low` and `high` are those of `PARTS` equal parts of it.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import statistics
 import time
@@ -18,6 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 
+from pagewire.loadtest.bench.child import SPAWN
 from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import VOCAB_USED
@@ -118,8 +118,7 @@ def crowd(
         CrowdJob(urls, delays[number::processes], start, warm_up_s, seconds, vocab)
         for number in range(processes)
     ]
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(processes, mp_context=SPAWN) as pool:
         results = [pool.submit(_run, job) for job in jobs]
         step_ms = _step_ms(urls[0], start + warm_up_s, seconds)
         measured = [result.result() for result in results]

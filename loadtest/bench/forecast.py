@@ -65,11 +65,11 @@ class Cell:
         """Return such a load; the seed is that of times and lengths."""
         name, _, number = self.kind.partition(" ")
         if name == "conc":
-            return clients(int(number), self.n, self._contents(), seed)
+            return clients(int(number), self.n, contents_of(self.mix), seed)
         rng = random.Random(f"{seed}/times")
         between = [rng.uniform(0, self.span_s) for _ in range(self.n - 2)]
         times = [0.0, *sorted(between), self.span_s]
-        return independent(iter(times), self.n, self._contents(), seed)
+        return independent(iter(times), self.n, contents_of(self.mix), seed)
 
     def loads(self, count: int) -> Iterator[tuple[int, list[Conversation]]]:
         """Yield seeds and their loads, which have about as many output tokens as were measured.
@@ -87,11 +87,13 @@ class Cell:
                 return
         raise BenchError(f"{self.mix} does not make {self.measured['chunks']:g} output tokens")
 
-    def _contents(self) -> Contents:
-        if self.mix == "mixed":
-            return MIXED
-        prompt, answer = (Lengths.parse(text) for text in self.mix.split("/"))
-        return Contents(prompt.draw, answer.draw)
+
+def contents_of(mix: str) -> Contents:
+    """Return the distributions that prompt and answer lengths of a mix are drawn from."""
+    if mix == "mixed":
+        return MIXED
+    prompt, answer = (Lengths.parse(text) for text in mix.split("/"))
+    return Contents(prompt.draw, answer.draw)
 
 
 def read_cells(path: Path) -> list[Cell]:

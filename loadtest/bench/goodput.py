@@ -9,7 +9,6 @@ spread over processes, so that they do not limit the server.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import re
 import statistics
@@ -19,17 +18,16 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from pagewire.loadtest.bench.child import SPAWN
 from pagewire.loadtest.bench.client import Client
+from pagewire.loadtest.bench.forecast import PROMISE, contents_of
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
-from pagewire.services.cli.bench.load import Lengths, arrival_times
+from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.cli.simulation.results import Promise
-from pagewire.services.cli.simulation.workload import Contents, log_normal
 
-PROMISE = Promise(ttft_s=0.6, tpot_s=0.015, gap_s=0.03)
-MIXED = Contents(log_normal(6.2, 1.1, 16, 12_000), log_normal(5.0, 0.8, 2, 1500))
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 8
 _NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@\d+(\.\d+)?")
@@ -74,16 +72,9 @@ class OpenLoad:
             raise BenchError(f"the load {text!r} is not PROMPT/ANSWER@RATE or mixed@RATE")
         return cls(mix, float(rate))
 
-    def contents(self) -> Contents:
-        """Return the distributions that prompt and answer lengths are drawn from."""
-        if self.mix == "mixed":
-            return MIXED
-        prompt, answer = (Lengths(int(text), int(text)) for text in self.mix.split("/"))
-        return Contents(prompt.draw, answer.draw)
-
     def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
         """Return the requests of the first `seconds`; there is at least one."""
-        contents, found = self.contents(), list[Arrival]()
+        contents, found = contents_of(self.mix), list[Arrival]()
         for number, at in enumerate(arrival_times("poisson", self.rate, seed)):
             if at >= seconds:
                 break
@@ -162,9 +153,8 @@ def goodput(
     """
     arrivals = load.arrivals(seconds, seed)
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), len(arrivals))
-    context = multiprocessing.get_context("spawn")
     outcomes: list[Outcome] = []
-    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(processes, mp_context=SPAWN) as pool:
         for _ in range(1 + warm_up):
             start = time.monotonic() + START_S
             jobs = [

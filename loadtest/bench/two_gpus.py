@@ -33,7 +33,8 @@ from pagewire.loadtest.bench.clusters import (
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
-from pagewire.loadtest.bench.goodput import PROMISE, OpenLoad, goodput
+from pagewire.loadtest.bench.forecast import PROMISE
+from pagewire.loadtest.bench.goodput import OpenLoad, goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
