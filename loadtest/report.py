@@ -6,13 +6,13 @@ python -P -m pagewire.loadtest.report loadtest/report/20260101-120000
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from jinja2 import Environment, StrictUndefined
 
 from pagewire.loadtest.plots import draw_all
@@ -44,8 +44,8 @@ def write_report(directory: Path) -> Path:
         {**group, "plots": draw_all(group["results"], manifest.slo, directory, group["name"])}
         for group in _groups(manifest, results)
     ]
-    summary = json.dumps(_without_nan(_summary(manifest, results)), indent=2)
-    (directory / SUMMARY).write_text(summary + "\n", encoding="utf-8")
+    summary = msgspec.json.encode(_summary(manifest, results))  # null where JSON has no number
+    (directory / SUMMARY).write_bytes(msgspec.json.format(summary, indent=2) + b"\n")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.filters.update(ms=_ms, number=_number, percent=_percent, p99=_p99)
     template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
@@ -95,11 +95,11 @@ def _summary(manifest: Manifest, results: Sequence[RunResult]) -> dict[str, Any]
         "command": manifest.command,
         "date": manifest.date,
         "versions": manifest.versions,
-        "slo": asdict(manifest.slo),
+        "slo": manifest.slo,
         "runs": [
             {
                 "name": result.plan.name,
-                "options": list(result.plan.options),
+                "options": result.plan.options,
                 "stages": [
                     asdict(stage)
                     | {"cores": {n: result.mean_cores(n, stage.rate) for n in result.cpu_names}}
@@ -110,15 +110,6 @@ def _summary(manifest: Manifest, results: Sequence[RunResult]) -> dict[str, Any]
             for result in results
         ],
     }
-
-
-def _without_nan(value: Any) -> Any:
-    """Put null where JSON has no number."""
-    if isinstance(value, dict):
-        return {key: _without_nan(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(each) for each in value]
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _ms(seconds: float) -> str:

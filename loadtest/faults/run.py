@@ -50,9 +50,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="time in which streams start")
     parser.add_argument("--rate", type=float, default=4.0, help="streams that start in a second")
-    parser.add_argument("--prompt-tokens", default="64:512", help="of each stream: N, or LOW:HIGH")
-    parser.add_argument("--output-tokens", default="64:256", help="of each stream: N, or LOW:HIGH")
-    parser.add_argument("--long-prompt-tokens", default="2048", help="length of long prompts")
+    parser.add_argument(
+        "--prompt-tokens",
+        type=Lengths.parse,
+        default="64:512",
+        help="of each stream: N, or LOW:HIGH",
+    )
+    parser.add_argument(
+        "--output-tokens",
+        type=Lengths.parse,
+        default="64:256",
+        help="of each stream: N, or LOW:HIGH",
+    )
+    parser.add_argument(
+        "--long-prompt-tokens", type=Lengths.parse, default="2048", help="length of long prompts"
+    )
     parser.add_argument("--long-rate", type=float, default=2.0, help="long prompts in a second")
     parser.add_argument("--storm-clients", type=int, default=64, help="clients that leave early")
     parser.add_argument("--storm-stay-s", type=float, default=2.0, help="longest stay of these")
@@ -79,18 +91,7 @@ def load_of(options: argparse.Namespace) -> ScenarioLoad:
     for name in POSITIVE:
         if getattr(options, name) <= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be greater than 0")
-    return ScenarioLoad(
-        seconds=options.seconds,
-        rate=options.rate,
-        prompt_tokens=Lengths.parse(options.prompt_tokens),
-        output_tokens=Lengths.parse(options.output_tokens),
-        long_prompt_tokens=Lengths.parse(options.long_prompt_tokens),
-        long_rate=options.long_rate,
-        storm_clients=options.storm_clients,
-        storm_stay_s=options.storm_stay_s,
-        freeze_s=options.freeze_s,
-        temperature=options.temperature,
-    )
+    return msgspec.convert(options, ScenarioLoad, from_attributes=True)
 
 
 def table(report: Report, unit: str) -> str:
