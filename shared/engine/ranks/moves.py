@@ -31,7 +31,7 @@ POLL_S = 0.0001
 
 
 class RanksMove(PendingCheck):
-    """A move on all ranks."""
+    """Follows a move of KV blocks on all ranks."""
 
     __slots__ = ("_executor", "_others", "_own")
     is_of_one_device = False
