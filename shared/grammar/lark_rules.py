@@ -6,6 +6,7 @@ import json
 import re
 from collections import UserDict
 from collections.abc import Iterable
+from typing import Any
 
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.markers import Markers
@@ -74,10 +75,14 @@ def check_size(num_chars: int) -> None:
 def literal(text: str, markers: Markers) -> str:
     """Return the expression of a text, in which special tokens are written as tokens."""
     parts = (
-        f"<[{part}]>" if isinstance(part, int) else json.dumps(part, ensure_ascii=False)
-        for part in markers.split(text)
+        f"<[{part}]>" if isinstance(part, int) else json_text(part) for part in markers.split(text)
     )
     return " ".join(parts)
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON; a text in this form is a literal of Lark, too."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def regex(pattern: str) -> str:

@@ -29,7 +29,6 @@ class References:
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
-        self._names = _Names(root)
 
     def find(self, reference: str) -> Any:
         """Return what a reference leads to: a path (`#/$defs/a`), an anchor, or a part by its id.
@@ -55,21 +54,13 @@ class References:
         return target
 
     def _named(self, name: str, problem: str) -> Any:
-        found = self._names.found
-        if name not in found:
+        if name not in self._names:
             raise LookupError(f"{problem}; '#/$defs/a' leads to a part of it")
-        return found[name]
-
-
-class _Names:
-    """The parts of a schema that have a name."""
-
-    def __init__(self, root: dict[str, Any]) -> None:
-        self._root = root
+        return self._names[name]
 
     @cached_property
-    def found(self) -> dict[str, Any]:
-        """The parts by `$id`, and by `#` and `$anchor`."""
+    def _names(self) -> dict[str, Any]:
+        """The parts that have a name, by `$id`, and by `#` and `$anchor`."""
         return {
             prefix + text.removesuffix("#"): part
             for part in parts_of(self._root)
@@ -107,10 +98,8 @@ def check_references(schema: Any) -> None:
     """
     references_of = (part.get("$ref") for part in parts_of(schema))
     wanted = dict.fromkeys(text for text in references_of if isinstance(text, str))
-    references = References(schema) if wanted else None
+    references = References(schema)
     for reference in wanted:
-        if references is None:
-            continue
         try:
             _check_end(reference, references)
         except LookupError as exc:

@@ -13,12 +13,11 @@ the expression of an element depends on what follows it:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pagewire.shared.grammar.lark_rules import LarkRules, check_size
+from pagewire.shared.grammar.lark_rules import LarkRules, check_size, json_text
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -101,7 +100,7 @@ Elements: TypeAlias = tuple[Element, ...]
 
 def fixed_text(text: str) -> Text:
     """Return a fixed text as an element."""
-    return Text(json.dumps(text, ensure_ascii=False), is_finite=True, fixed=text)
+    return Text(json_text(text), is_finite=True, fixed=text)
 
 
 def is_open(elements: Elements) -> bool:
@@ -202,7 +201,7 @@ class TagRules:
         fixed = [text.fixed for text in texts if text.fixed is not None]
         if len(fixed) == len(texts):
             whole = "".join(fixed)
-            return json.dumps(whole, ensure_ascii=False) if whole else ""
+            return json_text(whole) if whole else ""
         expression = " ".join(text.expression for text in texts if text.fixed != "")
         is_finite, last = all(text.is_finite for text in texts), texts[-1]
         if follow == "other" and not last.is_finite:
@@ -234,7 +233,7 @@ class TagRules:
 
     def _head(self, free: str, trigger: Trigger) -> str:
         """Return the expression of free text and the trigger after it."""
-        text = json.dumps(trigger.text, ensure_ascii=False) if trigger.text else ""
+        text = json_text(trigger.text) if trigger.text else ""
         if trigger.token_id is None:
             return self.add("head", f"{free} {text}", "[lazy]")
         before = self.add("HEAD", f"{free} {text}") if text else free

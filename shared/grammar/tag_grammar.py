@@ -15,6 +15,7 @@ import msgspec
 
 from pagewire.shared.grammar import tag_formats as formats
 from pagewire.shared.grammar.json_schemas import schema_rule
+from pagewire.shared.grammar.lark_rules import json_text
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.regex_texts import in_ascii
 from pagewire.shared.grammar.tag_elements import (
@@ -135,7 +136,7 @@ class _TagGrammar:
         """Add a terminal for free text; return its name."""
         text = ANY_TEXT if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"
         if excludes:
-            any_of = " | ".join(json.dumps(excluded, ensure_ascii=False) for excluded in excludes)
+            any_of = " | ".join(map(json_text, excludes))
             text += f" & ~({ANY_TEXT} ({any_of}) {ANY_TEXT})"
         return self._rules.add("TEXT", text)
 

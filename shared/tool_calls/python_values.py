@@ -8,11 +8,10 @@ value may be a constant of Python as a whole. JSON's constants are allowed, too,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pagewire.shared.grammar.lark_rules import LarkRules, other_name
+from pagewire.shared.grammar.lark_rules import LarkRules, json_text, other_name
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.schema_fit import is_idle, with_null, without_nulls
 from pagewire.shared.tool_calls.argument_shapes import ArgumentShape, shape_of
@@ -190,7 +189,7 @@ class PythonValues:
         prefix, names = self._next(), list(shape.properties)
         first_other, more_other = self._others(prefix, shape)
         fields = [
-            f"{_literal(f'{_json_text(name)}: ')} {self._add(self._next(), schema)}"
+            f"{json_text(f'{json_text(name)}: ')} {self._add(self._next(), schema)}"
             for name, schema in shape.properties.items()
         ]
         may_skip = [name not in shape.required for name in names]
@@ -201,7 +200,7 @@ class PythonValues:
         """Add the rules of properties that are not listed; return as `add_chain` takes them."""
         if shape.others is False:
             return "", ""
-        pattern = _other_key(map(_json_text, (*shape.properties, *sorted(shape.excluded))))
+        pattern = _other_key(map(json_text, (*shape.properties, *sorted(shape.excluded))))
         key = self._rules.add_shared(f"{prefix}_KEY".upper(), pattern)
         field = f"{key} {self._add(self._next(), shape.others)}"
         return f'({field} (", " {field})*)?', f'(", " {field})*'
@@ -264,11 +263,3 @@ def _what_it_says(schema: dict[str, Any]) -> dict[str, Any]:
 
 def _other_key(listed: Iterable[str]) -> str:
     return other_name(_TEXT, ": ", listed)
-
-
-def _json_text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+from pagewire.shared.grammar.lark_rules import json_text
 from pagewire.shared.text.chat_template import TemplateFix, TemplateInput
 from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
@@ -80,7 +80,7 @@ def _in_system(name: str, chat: TemplateInput) -> TemplateInput:
     messages = chat.messages
     if messages[0]["role"] != "system":
         messages = [{"role": "system", "content": ""}, *messages]
-    text = json.dumps([tool.get("function", tool) for tool in chat.tools], ensure_ascii=False)
+    text = json_text([tool.get("function", tool) for tool in chat.tools])
     return chat._replace(messages=[messages[0] | {name: text}, *messages[1:]])
 
 
@@ -244,21 +244,17 @@ def write_calls(form: ToolFormat, calls: list[_Message]) -> str:
 def _written(form: ToolFormat, index: int, name: str, arguments: dict[str, Any]) -> str:
     match form.kind:
         case "object":
-            return form.head(name).replace(ID_PLACE, str(index)) + _json(arguments) + form.tail
+            return form.head(name).replace(ID_PLACE, str(index)) + json_text(arguments) + form.tail
         case "python":
-            show = repr if form.python_constants else _json
+            show = repr if form.python_constants else json_text
             return (
                 f"{name}({', '.join(f'{key}={show(value)}' for key, value in arguments.items())})"
             )
         case "xml":
             elements = [
-                f"{PARAMETER}{key}>\n{value if isinstance(value, str) else _json(value)}\n"
+                f"{PARAMETER}{key}>\n{value if isinstance(value, str) else json_text(value)}\n"
                 f"{PARAMETER_END}\n"
                 for key, value in arguments.items()
             ]
             return f"{FUNCTION}{name}>\n{''.join(elements)}{FUNCTION_END}"
-    return name + form.mark + _json(arguments)
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return name + form.mark + json_text(arguments)

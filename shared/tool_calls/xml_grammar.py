@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
-from pagewire.shared.grammar.lark_rules import LarkRules, other_name, quoted, regex
+from pagewire.shared.grammar.lark_rules import LarkRules, json_text, other_name, quoted, regex
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.regex_texts import ASCII
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
@@ -63,7 +62,7 @@ class XmlParameterRules:
         for index, name in enumerate(names):
             rule = f"{self._prefix}_p{index}"
             value = self._value(shape.properties[name], f"{self._prefix}_v{index}")
-            self._rules[rule] = f"{_literal(f'{PARAMETER}{name}>' + chr(10))} {value}"
+            self._rules[rule] = f"{json_text(f'{PARAMETER}{name}>' + chr(10))} {value}"
             parts.append(rule if name in shape.required else f"{rule}?")
         if shape.others is not False:
             tags = [PARAMETER + each for each in (*names, *sorted(shape.excluded))]
@@ -91,10 +90,10 @@ class XmlParameterRules:
             if _can_be_written(text)
         ]
         if values.any_text and "null" in values.others and _ANY_TEXT not in values.texts:
-            parts.append(_literal(f"null{_VALUE_END}"))
+            parts.append(json_text(f"null{_VALUE_END}"))
         if others := containers if values.any_text else values.others:
             allowed = {"allOf": [schema, {"type": sorted(others)}]} if values.texts else schema
-            parts.append(f"{self._schemas.add(f'{rule}_json', allowed)} {_literal(_VALUE_END)}")
+            parts.append(f"{self._schemas.add(f'{rule}_json', allowed)} {json_text(_VALUE_END)}")
         if not parts:
             raise ValueError("it has an argument for which no value can be written")
         return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
@@ -119,7 +118,7 @@ class XmlParameterRules:
                 + ", ".join(dict.fromkeys(text.unfollowed))
             )
         if text.values is not None and text == TextRule(text.values):
-            texts = " | ".join(_literal(value + _VALUE_END) for value in _written(text.values))
+            texts = " | ".join(json_text(value + _VALUE_END) for value in _written(text.values))
             return self._rules.add_shared(rule, f"({texts})")
         name = f"{rule}[lazy]"
         return self._rules.add_shared(name, _expression(text, not_first)).removesuffix("[lazy]")
@@ -142,12 +141,12 @@ def _expression(text: TextRule, not_first: str) -> str:
         most = "" if text.most is None else text.most
         rules = [regex(f"(?s:.{{{text.least},{most}}})")]
     else:
-        rules = [f"({' | '.join(map(_literal, _written(text.values)))})"]
+        rules = [f"({' | '.join(map(json_text, _written(text.values)))})"]
     rules.append("~" + regex(f"(?s:.*){quoted(PARAMETER_END)}(?s:.*)"))
     if not_first:
         rules.append("~" + regex(rf"\s*[{quoted(not_first)}](?s:.*)"))
     rules += [_matching(pattern) for pattern in text.patterns]
-    return f"({' & '.join(rules)}) {_literal(_VALUE_END)}"
+    return f"({' & '.join(rules)}) {json_text(_VALUE_END)}"
 
 
 def _matching(pattern: str) -> str:
@@ -158,7 +157,3 @@ def _matching(pattern: str) -> str:
     after = "" if last < len(parts) else "(?s:.*)"
     inner = "".join(_WRITTEN.get(part, part) for part in parts[first:last])
     return regex(f"{before}({inner}){after}")
-
-
-def _literal(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
