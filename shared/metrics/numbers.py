@@ -42,6 +42,7 @@ class PlainHistogram:
 
     Args:
         buckets: their inclusive upper bounds, in ascending order; one without a bound follows.
+        also: further names under which it is shown.
 
     Attributes:
         bounds: the upper bounds of the buckets.
@@ -55,8 +56,9 @@ class PlainHistogram:
         labels: Mapping[str, str],
         buckets: Sequence[float],
         registry: CollectorRegistry,
+        also: Sequence[str] = (),
     ) -> None:
-        self._name, self._text, self._labels = name, text, labels
+        self._names, self._text, self._labels = (name, *also), text, labels
         self.bounds = tuple(buckets)
         self.counts = [0] * (len(buckets) + 1)
         self._sum = 0.0
@@ -70,30 +72,15 @@ class PlainHistogram:
         self.counts[self._bucket] += times
         self._sum += value * times
 
-    def show_also_as(self, name: str, registry: CollectorRegistry) -> None:
-        """Also show the histogram under another name."""
-        registry.register(_Alias(name, self))
-
     def collect(self) -> Iterator[Metric]:
-        """Yield the histogram as a metric family."""
-        yield self.family(self._name)
-
-    def family(self, name: str) -> Metric:
-        """Return its family under a name."""
+        """Yield the histogram as a metric family, once for each of its names."""
         bounds = [_bound_label(bound) for bound in (*self.bounds, float("inf"))]
         counts = [float(count) for count in accumulate(self.counts)]
-        family = HistogramMetricFamily(name, self._text, labels=list(self._labels))
         buckets = list(zip(bounds, counts, strict=True))
-        family.add_metric(list(self._labels.values()), buckets, self._sum)
-        return family
-
-
-class _Alias:
-    def __init__(self, name: str, histogram: PlainHistogram) -> None:
-        self._name, self._histogram = name, histogram
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._histogram.family(self._name)
+        for name in self._names:
+            family = HistogramMetricFamily(name, self._text, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), buckets, self._sum)
+            yield family
 
 
 def _bound_label(bound: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, get_args
@@ -61,7 +62,10 @@ class RouterMetrics:
             "time_to_first_token_seconds", "Time to first token", FIRST_TOKEN_BUCKETS
         )
         self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens", INTER_TOKEN_BUCKETS
+            "inter_token_latency_seconds",
+            "Time between two tokens",
+            INTER_TOKEN_BUCKETS,
+            also=("vllm:time_per_output_token_seconds",),  # vLLM's older name
         )
         self.e2e_latency = self._histogram(
             "e2e_request_latency_seconds", "Time from request to last token", REQUEST_BUCKETS
@@ -130,7 +134,7 @@ class RouterMetrics:
             self._broken_off.inc()
 
     def _make_token_histograms(self) -> None:
-        """Make the histograms of complete answers' tokens, and vLLM's older name of the gaps."""
+        """Make the histograms of complete answers' tokens."""
         self.request_prompt_tokens = self._histogram(
             "request_prompt_tokens", "Prompt tokens of complete answers", TOKEN_BUCKETS
         )
@@ -142,7 +146,6 @@ class RouterMetrics:
             "Tokens of the longest of a prompt's answers",
             TOKEN_BUCKETS,
         )
-        self.inter_token_latency.show_also_as("vllm:time_per_output_token_seconds", self.registry)
 
     def _make_request_counters(self) -> None:
         """Make the counters of what happens at most once in a request."""
@@ -179,9 +182,11 @@ class RouterMetrics:
             "Fields of accepted requests that this API does not have, which were ignored",
         )
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> PlainHistogram:
+    def _histogram(
+        self, name: str, text: str, buckets: tuple[float, ...], also: Sequence[str] = ()
+    ) -> PlainHistogram:
         labels = {"model_name": self._model_name}
-        return PlainHistogram(f"vllm:{name}", text, labels, buckets, self.registry)
+        return PlainHistogram(f"vllm:{name}", text, labels, buckets, self.registry, also)
 
     def _counter(self, name: str, text: str) -> PlainCounter:
         labels = {"model_name": self._model_name}
