@@ -90,8 +90,9 @@ def copy_weights(fills: Iterable[TensorCopy], on_bytes: Callable[[int], None]) -
     device = ordered[0].target.device
     parts = _Parts(part for fill in ordered for part in _parts(fill))
     count = num_threads(sum(fill.num_bytes for fill in ordered))
+    paths = {fill.file.path for fill in ordered}
     with contextlib.ExitStack() as stack:
-        files = {path: stack.enter_context(_opened(path)) for path in _paths(ordered)}
+        files = {path: stack.enter_context(_opened(path)) for path in paths}
         pool = stack.enter_context(ThreadPoolExecutor(count, "weights"))
         stack.callback(parts.stop)  # also when the wait is interrupted
         ends = [
@@ -106,10 +107,6 @@ def num_threads(num_bytes: int) -> int:
     """Return how many threads copy a checkpoint of this size."""
     cores = len(os.sched_getaffinity(0))
     return max(1, min(MAX_THREADS, max(2, cores), -(-num_bytes // PART_BYTES)))
-
-
-def _paths(fills: Iterable[TensorCopy]) -> list[Path]:
-    return list(dict.fromkeys(fill.file.path for fill in fills))
 
 
 @contextlib.contextmanager

@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 from pagewire.shared.base.errors import ModelLoadError
@@ -117,7 +116,7 @@ def match_weights(
     matched.record_missing(iter(expected))
     complaints = "; ".join(matched.complaints())
     if complaints:
-        folder = _folder(checkpoint)
+        folder = checkpoint[0].path.parent
         raise ModelLoadError(
             f"the weights in {folder} do not fit its config.json: {complaints}. Check that the "
             "files belong together, or download them again"
@@ -143,7 +142,3 @@ def _is_zero(file: WeightsFile, name: str) -> bool:
 def _without_ones(shape: Shape) -> Shape:
     """Return what decides where numbers are: a scale may be of shape [], [1] or [1, 1]."""
     return tuple(size for size in shape if size != 1)
-
-
-def _folder(checkpoint: Sequence[WeightsFile]) -> Path:
-    return checkpoint[0].path.parent
