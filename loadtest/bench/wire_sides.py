@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -48,8 +47,6 @@ from pagewire.shared.transfer.endpoint.events import (
     LinkTested,
 )
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
-from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import make_staging
 from pagewire.shared.worker.kv import open_transport
@@ -189,26 +186,18 @@ class Engine:
         self.open.callback(opened.close)
         for fd in opened.fds():
             self.thread.watch(fd)
-        parts: dict[str, Any] = {
-            "core": self.core,
-            "moves": self.runner,
-            "staging": self.staging,
-            "layout": LAYOUT,
-            "transports": {transport: opened},
-            "events": deque[KvEvent](),
-            "watch": self.thread.watch,
-            "unwatch": self.thread.unwatch,
-        }
-        socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
-        receiver = KvReceiver(socket=socket, **parts)
-        sender = KvSender(
-            slots=receiver.slots,
-            notify=receiver.send_all,
-            sockets=sockets,
+        endpoint = KvEndpoint.of(
+            ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1"),
+            handle,
             timeout_s=TIMEOUT_S,
-            **parts,
+            core=self.core,
+            moves=self.runner,
+            staging=self.staging,
+            layout=LAYOUT,
+            transports={transport: opened},
+            watch=self.thread.watch,
+            unwatch=self.thread.unwatch,
         )
-        endpoint = KvEndpoint(sender, receiver, handle)
         self.open.callback(endpoint.close_all)
         self.core.hooks.append(endpoint)
         return endpoint

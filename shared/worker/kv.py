@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 
@@ -24,8 +23,6 @@ from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
 from pagewire.shared.transfer.endpoint.events import KvEvent
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
-from pagewire.shared.transfer.endpoint.receiver import KvReceiver
-from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.shared.transfer.transports.base import Transport
@@ -130,29 +127,19 @@ async def open_endpoint(
             engine.thread.watch(fd)
             stack.callback(engine.thread.unwatch, fd)
         transports[name] = transport
-    parts: dict[str, Any] = {
-        "core": engine.core,
-        "moves": engine.moves,
-        "staging": staging,
-        "layout": engine.layout,
-        "transports": transports,
-        "events": deque[KvEvent](),
-        "watch": engine.thread.watch,
-        "unwatch": engine.thread.unwatch,
-    }
-    receiver = KvReceiver(
-        socket=ReceiverSocket(sockets, settings.host, advertise_host),
-        job_timeout_s=settings.prefill_timeout_s,
-        **parts,
-    )
-    sender = KvSender(
-        slots=receiver.slots,
-        notify=receiver.send_all,
-        sockets=sockets,
+    endpoint = KvEndpoint.of(
+        ReceiverSocket(sockets, settings.host, advertise_host),
+        handle,
         timeout_s=settings.transfer_timeout_s,
-        **parts,
+        job_timeout_s=settings.prefill_timeout_s,
+        core=engine.core,
+        moves=engine.moves,
+        staging=staging,
+        layout=engine.layout,
+        transports=transports,
+        watch=engine.thread.watch,
+        unwatch=engine.thread.unwatch,
     )
-    endpoint = KvEndpoint(sender, receiver, handle)
     stack.callback(endpoint.close_all)
     return endpoint
 

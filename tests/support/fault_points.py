@@ -31,6 +31,7 @@ from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMo
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import Export, StepPlan
 from pagewire.shared.transfer import messages
+from pagewire.shared.transfer.endpoint import kv_endpoint
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
@@ -231,7 +232,8 @@ def watch_worker(points: Points, directory: Path) -> None:
         return await open_endpoint(stack, settings, watched, *rest)
 
     WatchedSender.points = WatchedReceiver.points = points
-    vars(kv).update(open_transport=open_watched, KvSender=WatchedSender, KvReceiver=WatchedReceiver)
+    vars(kv).update(open_transport=open_watched)
+    vars(kv_endpoint).update(KvSender=WatchedSender, KvReceiver=WatchedReceiver)
     vars(runtime).update(open_endpoint=open_watched_endpoint)
     if in_memory:
         vars(kv).update(

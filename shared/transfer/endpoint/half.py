@@ -11,7 +11,6 @@ from typing import Generic, TypeVar
 
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
-from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.endpoint.events import KvEvent, LinkLost
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -83,19 +82,3 @@ class KvHalf(ABC, Generic[LinkT]):
             self.stats.lost_links += 1
             self.close(link)
             self.events.append(LinkLost(link, reason))
-
-    @abstractmethod
-    def before_launch(self, plan: StepPlan) -> None:
-        """Handle what a plan reserves and withdraws."""
-
-    @abstractmethod
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        """Handle a plan, messages and ended operations; return whether to call `poll` soon."""
-
-    @abstractmethod
-    def poll(self) -> bool:
-        """Go on with what is under way; return whether `after_launch` has something to do."""
-
-    @abstractmethod
-    def check_deadlines(self) -> None:
-        """End the links or jobs whose peers are too late."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.transfer.endpoint.events import JobReported, JobRequested, KvEvent
 from pagewire.shared.transfer.endpoint.receiver import KvReceiver
 from pagewire.shared.transfer.endpoint.sender import KvSender
+from pagewire.shared.transfer.endpoint.sockets import ReceiverSocket
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +37,36 @@ class KvEndpoint:
     receiver: KvReceiver
     handle: Callable[[KvEvent], None]
     _next_deadlines_s: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        socket: ReceiverSocket,
+        handle: Callable[[KvEvent], None],
+        *,
+        timeout_s: float,
+        job_timeout_s: float = math.inf,
+        **parts: Any,
+    ) -> KvEndpoint:
+        """Make both halves.
+
+        Args:
+            socket: where the receiver listens; the sender's links are of the same `KvSockets`.
+            handle: see above.
+            timeout_s: see `KvSender`.
+            job_timeout_s: see `KvReceiver`.
+            parts: what both halves have in common except `events`, see `KvHalf`.
+        """
+        parts["events"] = deque[KvEvent]()
+        receiver = KvReceiver(socket=socket, job_timeout_s=job_timeout_s, **parts)
+        sender = KvSender(
+            slots=receiver.slots,
+            notify=receiver.send_all,
+            sockets=socket.shared,
+            timeout_s=timeout_s,
+            **parts,
+        )
+        return cls(sender, receiver, handle)
 
     def before_launch(self, plan: StepPlan) -> None:
         """Handle what a plan reserves and withdraws."""
