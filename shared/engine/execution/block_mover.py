@@ -21,6 +21,7 @@ from pagewire.kernels import Ops
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.kv_staging import empty_copy_list, fill_copy_list
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool, launch_graph
+from pagewire.shared.engine.execution.host_copies import downloaded, uploaded
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.packing import max_blocks, packed_bytes, part_bytes, pool_rows
 
@@ -180,7 +181,7 @@ class BlockMover:
         if parts > 1:
             with self._moving(after):
                 corrupt = self._unpack_parts(rows, staging, seed, parts)
-                return PendingCheck(self._to_host(corrupt), self.record_event())
+                return PendingCheck(downloaded(corrupt).numpy(), self.record_event())
         graph = self._unpacking.get(staging.data_ptr())
         if graph is not None:
             graph.replay(rows, seed, self._stream_after(after))
@@ -188,7 +189,7 @@ class BlockMover:
         with self._moving(after):
             corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
             self.ops.unpack_blocks(staging, self._rows, self._copy_list(rows, seed), corrupt)
-            return PendingCheck(self._to_host(corrupt), self.record_event())
+            return PendingCheck(downloaded(corrupt).numpy(), self.record_event())
 
     # The heads in several parts, for a worker with more ranks
 
@@ -304,18 +305,7 @@ class BlockMover:
         return self._upload(host.numpy())
 
     def _upload(self, numbers: NDArray[np.int64]) -> torch.Tensor:
-        """Launch a copy of numbers to the device: from pageable memory, this would wait for it."""
-        host = torch.from_numpy(numbers)
-        if self.kv_pool.is_cuda:
-            host = host.pin_memory()
-        return host.to(self.kv_pool.device, non_blocking=True)
-
-    def _to_host(self, corrupt: torch.Tensor) -> NDArray[np.int64]:
-        """Return the tensor's copy on the host, which is complete once the move is done."""
-        if not corrupt.is_cuda:
-            return corrupt.numpy()
-        host = torch.empty((), dtype=torch.int64, pin_memory=True)
-        return host.copy_(corrupt, non_blocking=True).numpy()
+        return uploaded(torch.from_numpy(numbers), self.kv_pool.device)
 
     def _stream_after(self, after: DeviceEvent) -> torch.cuda.Stream:
         """Return the stream of the moves, after making it wait for an event."""

@@ -8,13 +8,14 @@ for the padding rows of a CUDA graph's batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagewire.shared.engine.execution.host_copies import uploaded
 from pagewire.shared.engine.execution.step_inputs import BlockTables
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
@@ -127,12 +128,12 @@ class DeviceState:
         )
         self.apply(plan)
 
-    def upload(self, rows: list[list[int]] | _Words) -> torch.Tensor:
-        """Copy equally long rows of integers to the device without waiting: [len(rows), n]."""
-        host = torch.from_numpy(np.asarray(rows, np.int64))
-        if self.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.device, non_blocking=True)
+    def upload(
+        self, rows: Sequence[int] | list[list[int]] | npt.NDArray[np.generic]
+    ) -> torch.Tensor:
+        """Copy integers, such as [len(rows), n] of lists, to the device without waiting."""
+        array = rows if isinstance(rows, np.ndarray) else np.array(rows, np.int64)
+        return uploaded(torch.from_numpy(array), self.device)
 
     def _upload_all(self, arrays: list[_Words]) -> list[torch.Tensor]:
         """Copy arrays of any shapes to the device at once."""

@@ -8,16 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from pagewire.shared.base.errors import IntegrityError
+from pagewire.shared.engine.execution.host_copies import downloaded
 from pagewire.shared.engine.execution.pooling import DeviceEmbedding
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 from pagewire.shared.engine.execution.scoring import DeviceScores
 from pagewire.shared.engine.scheduling.step import DeviceTimes, StepResult, StepScores
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Launch a copy to the host: a later step may overwrite the tensor."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +68,8 @@ class PendingTokens:
         events: StepEvents | None = None,
     ) -> None:
         self._number, self._events = number, events
-        self._host = _to_host(tokens)
-        self._scores = [each.map(_to_host) for each in scores] if scores else None
+        self._host = downloaded(tokens)  # a later step may overwrite them
+        self._scores = [each.map(downloaded) for each in scores] if scores else None
         if events is not None:
             events.end.record()
 

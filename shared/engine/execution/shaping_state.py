@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
 from pagewire.kernels import Ops
 from pagewire.kernels.shaping_tables import ShapingRow, ShapingTables, pack_bits
@@ -70,14 +68,14 @@ class ShapingState:
         if not rows:
             return
         words = np.stack([row.words() for row in rows.values()])
-        self.tables.rows.index_copy_(0, self._upload(list(rows)), self._upload(words))
+        self.tables.rows.index_copy_(0, self.state.upload(list(rows)), self.state.upload(words))
         limited = [new for new in shaped if new.spec.allowed_token_ids is not None]
         if limited:
             masks = [
                 pack_bits(new.spec.allowed_token_ids or (), self.vocab_size) for new in limited
             ]
-            slots = self._upload([new.slot for new in limited])
-            self.tables.allowed.index_copy_(0, slots, self._upload(np.stack(masks)))
+            slots = self.state.upload([new.slot for new in limited])
+            self.tables.allowed.index_copy_(0, slots, self.state.upload(np.stack(masks)))
         self._enter([new for new in shaped if new.spec.is_penalized])
         self.known.update({new.slot: len(new.token_ids) for new in shaped})
 
@@ -94,8 +92,8 @@ class ShapingState:
             ],
             np.int64,
         )
-        slots, ends, starts = self._upload(columns)
-        tokens = self._upload([token for new in counted for token in new.token_ids])
+        slots, ends, starts = self.state.upload(columns)
+        tokens = self.state.upload([token for new in counted for token in new.token_ids])
         self.ops.enter_tokens(self.tables, slots, ends, starts, tokens, max(lengths))
 
     def _record_tokens(self, plan: StepPlan) -> None:
@@ -111,16 +109,8 @@ class ShapingState:
         self.known.update(dict.fromkeys(self.known.keys() & slots, _NONE_TO_COME))
         if news:
             columns = [[put.token, put.slot, put.position] for put in news]
-            tokens, slots, positions = self._upload(np.array(columns, np.int64).T.copy())
+            tokens, slots, positions = self.state.upload(np.array(columns, np.int64).T.copy())
             self.ops.record_tokens(self.tables, tokens, slots, positions)
-
-    def _upload(self, values: Sequence[int] | npt.NDArray[np.generic]) -> torch.Tensor:
-        """Copy integers to the device without waiting."""
-        array = values if isinstance(values, np.ndarray) else np.array(values, np.int64)
-        host = torch.from_numpy(array)
-        if self.state.device.type == "cuda":
-            host = host.pin_memory()
-        return host.to(self.state.device, non_blocking=True)
 
 
 def _row_of(new: NewDeviceSlot) -> ShapingRow:

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pagewire.shared.engine.execution.host_copies import uploaded
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 from pagewire.shared.model.inputs import ForwardBatch
 
@@ -156,8 +157,7 @@ class StepInputs:
 
     def to(self, device: torch.device) -> StepInputs:
         """Copy to the device without waiting."""
-        buffer = self.buffer.pin_memory() if device.type == "cuda" else self.buffer
-        return replace(self, buffer=buffer.to(device, non_blocking=True))
+        return replace(self, buffer=uploaded(self.buffer, device))
 
     def forward_batch(self, block_tables: torch.Tensor) -> ForwardBatch:
         """Return the model's view of the step without its decode rows.
