@@ -22,6 +22,7 @@ from pagewire.kernels.expert_sizes import steps_of_each_kind
 from pagewire.kernels.prefill_tiles import LEAST_COPIED, LONGEST_UNSPLIT, MOST_KINDS, forced
 from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
+from pagewire.shared.engine.execution.block_mover import BlockMove
 from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.communicator import RankCommunicator
@@ -179,8 +180,9 @@ def warm_up(runner: ModelRunner, config: ModelConfig, most_tokens: int) -> None:
     layout = runner.layout
     size = packed_bytes(layout, 1)
     staging = torch.empty(size, dtype=torch.uint8, device=runner.kv_pool.device)
-    runner.pack([0], layout.layer_groups, staging, 1, after=0)
-    if not runner.unpack(staging, [0], layout.layer_groups, 1, after=0).verify():
+    move = BlockMove([0], layout.layer_groups, staging, seed=1)
+    runner.pack(move, after=0)
+    if not runner.unpack(move, after=0).verify():
         raise IntegrityError("a KV block was changed by packing and unpacking it on this device")
 
 

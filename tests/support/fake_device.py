@@ -18,7 +18,7 @@ import torch
 
 from pagewire.kernels.kv_staging import make_copy_list
 from pagewire.kernels.reference.kv_pack import pack_blocks, unpack_blocks
-from pagewire.shared.engine.execution.block_mover import PendingCheck
+from pagewire.shared.engine.execution.block_mover import BlockMove, PendingCheck
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import (
@@ -237,15 +237,8 @@ class FakeDevice:
         exports = any(isinstance(work, Export) for work in self._plan.kv)
         return is_last and exports and not self.replays
 
-    def pack(
-        self,
-        block_ids: list[int],
-        groups: range,
-        staging: torch.Tensor,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> FakeMove:
+    def pack(self, move: BlockMove, after: int) -> FakeMove:
+        block_ids, groups, staging, seed, parts = move
         assert parts == 1
         if after:  # else it is a link's test, of any block in any state
             self._begin_move(block_ids, after)
@@ -253,28 +246,21 @@ class FakeDevice:
         copy_list = self._copy_list(block_ids, groups, seed)
         return self.queue(lambda: pack_blocks(self._pool(), copy_list, staging))
 
-    def unpack(
-        self,
-        staging: torch.Tensor,
-        block_ids: list[int],
-        groups: range,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> FakeMove:
+    def unpack(self, move: BlockMove, after: int) -> FakeMove:
+        block_ids, groups, staging, seed, parts = move
         assert parts == 1
         self._begin_move(block_ids, after)
         copy_list = self._copy_list(block_ids, groups, seed)
 
         def write() -> None:
             pool = self._pool()
-            unpack_blocks(staging, pool, copy_list, move.corrupt)
+            unpack_blocks(staging, pool, copy_list, launched.corrupt)
             rows = pool.view(self.num_blocks, -1)[block_ids].tolist()
             for block, row in zip(block_ids, rows, strict=True):
                 self.cells[block] = [None if cell == -1 else cell for cell in row]
 
-        move = self.queue(write)
-        return move
+        launched = self.queue(write)
+        return launched
 
     def queue(self, work: Callable[[], object]) -> FakeMove:
         move = FakeMove(self, work)

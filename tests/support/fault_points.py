@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import zmq
 
 from pagewire.services.cli.main import app
-from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.block_mover import BlockMove, PendingCheck, PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.step import Export, StepPlan
 from pagewire.shared.transfer import messages
@@ -145,9 +145,9 @@ class WatchedMoves:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._moves, name)
 
-    def unpack(self, *args: Any) -> Any:
-        where = WatchedInbound.arrived.pop(args[3], None)
-        check = self._moves.unpack(*args)
+    def unpack(self, move: BlockMove, after: int) -> Any:
+        where = WatchedInbound.arrived.pop(move.seed, None)
+        check = self._moves.unpack(move, after)
         if where is None:  # a link's test
             return check
         self._points.reach("unpacking", where)

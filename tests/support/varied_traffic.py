@@ -9,6 +9,7 @@ import torch
 
 from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.embedding_sequence import pooled_sequence
+from pagewire.shared.engine.execution.block_mover import BlockMove
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
 from pagewire.shared.engine.scheduling.step import PrefillChunk, StepPlan
 from pagewire.shared.kv.packing import packed_bytes
@@ -147,5 +148,6 @@ class Traffic:
             some = range(self._random.randrange(len(layout.layer_groups)), len(layout.layer_groups))
             size = packed_bytes(layout, count, len(some))
             staging = torch.zeros(size, dtype=torch.uint8, device=runner.kv_pool.device)
-            runner.pack(list(range(count)), some, staging, 1, after=0)
-            runner.unpack(staging, list(range(count)), some, 1, after=0)
+            move = BlockMove(list(range(count)), some, staging, seed=1)
+            runner.pack(move, after=0)
+            runner.unpack(move, after=0)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +28,26 @@ from pagewire.shared.kv.packing import max_blocks, packed_bytes, part_bytes, poo
 # Launches a move, given the list of blocks, the buffer, and where to report a wrong checksum.
 _Move = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 _NO_ROWS = np.zeros(0, np.int64)
+
+
+class BlockMove(NamedTuple):
+    """Which blocks are moved between a pool and staging.
+
+    Attributes:
+        block_ids: rows of the pool; what is unpacked for a row below 0 is only checked.
+        groups: the layer groups to move of each block, contiguous in staging.
+        staging: [>= packed_bytes(layout, len(block_ids), len(groups))] uint8, the beginning of a
+            staging slot; nothing else may touch its bytes before the move is done.
+        seed: added to the checksums, a signed 64-bit integer.
+        parts: of the heads, which follow each other in staging with checksums of their own; on
+            all ranks, a multiple of their number.
+    """
+
+    block_ids: list[int]
+    groups: range
+    staging: torch.Tensor
+    seed: int
+    parts: int = 1
 
 
 class PendingMove:
@@ -131,86 +151,62 @@ class BlockMover:
         event.record()
         return event
 
-    def pack(
-        self,
-        block_ids: list[int],
-        groups: range,
-        staging: torch.Tensor,
-        seed: int,
-        after: DeviceEvent,
-        parts: int = 1,
-    ) -> PendingMove:
+    def pack(self, move: BlockMove, after: DeviceEvent) -> PendingMove:
         """Gather blocks into a staging buffer, after an event.
 
         Args:
-            block_ids: rows of the pool.
-            groups: the layer groups to move of each block, contiguous in staging.
-            staging: [>= packed_bytes(layout, len(block_ids), len(groups))] uint8, the
-                beginning of a staging slot; nobody else touches it before the move is done.
-            seed: added to the checksums, signed 64 bit.
+            move: which blocks, and where to.
             after: an event that `record_event` returned.
-            parts: of the heads, which follow each other in staging.
 
         Raises:
             UnsupportedShapeError: staging is too short.
         """
-        rows = pool_rows(self.layout, block_ids, groups)
-        if parts > 1:
+        rows = pool_rows(self.layout, move.block_ids, move.groups)
+        if move.parts > 1:
             with self._moving(after):
-                self._pack_parts(rows, staging, seed, parts)
+                self._pack_parts(rows, move)
                 return PendingMove(self.record_event())
-        graph = self._packing.get(staging.data_ptr())
+        graph = self._packing.get(move.staging.data_ptr())
         if graph is not None:
-            graph.replay(rows, seed, self._stream_after(after))
+            graph.replay(rows, move.seed, self._stream_after(after))
             return PendingMove(graph.end)
         with self._moving(after):
-            self.ops.pack_blocks(self._rows, self._copy_list(rows, seed), staging)
+            self.ops.pack_blocks(self._rows, self._copy_list(rows, move.seed), move.staging)
             return PendingMove(self.record_event())
 
-    def unpack(
-        self,
-        staging: torch.Tensor,
-        block_ids: list[int],
-        groups: range,
-        seed: int,
-        after: DeviceEvent,
-        parts: int = 1,
-    ) -> PendingCheck:
+    def unpack(self, move: BlockMove, after: DeviceEvent) -> PendingCheck:
         """Scatter a staging buffer into blocks, after an event; arguments as in `pack`."""
-        rows = pool_rows(self.layout, block_ids, groups)
-        if parts > 1:
+        rows = pool_rows(self.layout, move.block_ids, move.groups)
+        if move.parts > 1:
             with self._moving(after):
-                corrupt = self._unpack_parts(rows, staging, seed, parts)
+                corrupt = self._unpack_parts(rows, move)
                 return PendingCheck(downloaded(corrupt).numpy(), self.record_event())
-        graph = self._unpacking.get(staging.data_ptr())
+        graph = self._unpacking.get(move.staging.data_ptr())
         if graph is not None:
-            graph.replay(rows, seed, self._stream_after(after))
+            graph.replay(rows, move.seed, self._stream_after(after))
             return PendingCheck(graph.corrupt, graph.end)
         with self._moving(after):
             corrupt = torch.zeros((), dtype=torch.int64, device=self.kv_pool.device)
-            self.ops.unpack_blocks(staging, self._rows, self._copy_list(rows, seed), corrupt)
+            copy_list = self._copy_list(rows, move.seed)
+            self.ops.unpack_blocks(move.staging, self._rows, copy_list, corrupt)
             return PendingCheck(downloaded(corrupt).numpy(), self.record_event())
 
     # The heads in several parts, for a worker with more ranks
 
-    def _pack_parts(
-        self, rows: NDArray[np.int64], staging: torch.Tensor, seed: int, parts: int
-    ) -> None:
-        index, copy_list = self._upload(rows), self._copy_list(np.arange(len(rows)), seed)
-        for heads, part in self._parts(len(rows), staging, parts):
+    def _pack_parts(self, rows: NDArray[np.int64], move: BlockMove) -> None:
+        index, copy_list = self._upload(rows), self._copy_list(np.arange(len(rows)), move.seed)
+        for heads, part in self._parts(len(rows), move.staging, move.parts):
             self.ops.pack_blocks(heads[index].flatten(1), copy_list, part)
 
-    def _unpack_parts(
-        self, rows: NDArray[np.int64], staging: torch.Tensor, seed: int, parts: int
-    ) -> torch.Tensor:
+    def _unpack_parts(self, rows: NDArray[np.int64], move: BlockMove) -> torch.Tensor:
         """Return whether a checksum is wrong, as `ops.unpack_blocks` reports it."""
         device = self.kv_pool.device
         corrupt = torch.zeros((), dtype=torch.int64, device=device)
         # Chosen on the host: to count what a mask on the device selects would wait for the device.
         written = np.flatnonzero(rows >= 0)
         sources, targets = self._upload(written), self._upload(rows[written])
-        copy_list = self._copy_list(np.arange(len(rows)), seed)
-        for heads, part in self._parts(len(rows), staging, parts):
+        copy_list = self._copy_list(np.arange(len(rows)), move.seed)
+        for heads, part in self._parts(len(rows), move.staging, move.parts):
             own = torch.empty((len(rows), *heads.shape[1:]), dtype=torch.uint8, device=device)
             self.ops.unpack_blocks(part, own.flatten(1), copy_list, corrupt)
             heads[targets] = own[sources]

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan, StepResult
 
 if TYPE_CHECKING:  # the loop and the scheduler run without torch, as in `pagewire simulate`
-    import torch
-
-    from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+    from pagewire.shared.engine.execution.block_mover import BlockMove, PendingCheck, PendingMove
 
 
 class PendingStep(Protocol):
@@ -62,37 +60,16 @@ class BlockMoves(Protocol):
         """
         ...
 
-    def pack(
-        self,
-        block_ids: list[int],
-        groups: range,
-        staging: torch.Tensor,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingMove:
-        """Gather blocks into staging, once these layer groups are final in plan `after`.
+    def pack(self, move: BlockMove, after: int) -> PendingMove:
+        """Gather blocks into staging, once their layer groups are final in plan `after`.
 
         Args:
-            block_ids: blocks of the pool, which this plan or an earlier one exported.
-            groups: layer groups of each of them.
-            staging: a staging slot; nothing else may touch its bytes before the move is done.
-            seed: added to the checksums, a signed 64-bit integer.
+            move: of blocks that this plan or an earlier one exported.
             after: number of a plan.
-            parts: of the heads, which follow each other in staging with checksums of their own; a
-                multiple of the number of ranks.
         """
         ...
 
-    def unpack(
-        self,
-        staging: torch.Tensor,
-        block_ids: list[int],
-        groups: range,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingCheck:
+    def unpack(self, move: BlockMove, after: int) -> PendingCheck:
         """Scatter staging into blocks and check them, once plan `after` has run.
 
         The arguments are those of `pack`.

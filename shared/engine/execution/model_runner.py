@@ -17,7 +17,12 @@ import torch
 from pagewire.kernels import Ops
 from pagewire.kernels.kv_staging import as_words
 from pagewire.shared.base.errors import IntegrityError
-from pagewire.shared.engine.execution.block_mover import BlockMover, PendingCheck, PendingMove
+from pagewire.shared.engine.execution.block_mover import (
+    BlockMove,
+    BlockMover,
+    PendingCheck,
+    PendingMove,
+)
 from pagewire.shared.engine.execution.cuda_graph import (
     STEP_TOKENS,
     DecodeGraphs,
@@ -313,18 +318,9 @@ class ModelRunner:
         """Whether there is an event for each layer group of the blocks that this plan exports."""
         return self._events.has_group_events(plan)
 
-    def pack(
-        self,
-        block_ids: list[int],
-        groups: range,
-        staging: torch.Tensor,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingMove:
+    def pack(self, move: BlockMove, after: int) -> PendingMove:
         """Gather blocks into a staging buffer, as `BlockMoves` says."""
-        event = self._events.find(after, groups[-1])
-        return self.mover.pack(block_ids, groups, staging, seed, event, parts)
+        return self.mover.pack(move, self._events.find(after, move.groups[-1]))
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work on the device after the moves so far."""
@@ -341,18 +337,9 @@ class ModelRunner:
         self.state.apply_padding()
         PendingTokens(0, self.state.last_token[:1], events=self._begin_step())
 
-    def unpack(
-        self,
-        staging: torch.Tensor,
-        block_ids: list[int],
-        groups: range,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingCheck:
+    def unpack(self, move: BlockMove, after: int) -> PendingCheck:
         """Scatter a staging buffer into blocks, as `BlockMoves` says."""
-        event = self._events.find(after, groups[-1])
-        return self.mover.unpack(staging, block_ids, groups, seed, event, parts)
+        return self.mover.unpack(move, self._events.find(after, move.groups[-1]))
 
     def round_steps(self) -> None:
         """Pad steps that no CUDA graph replays, from now on."""

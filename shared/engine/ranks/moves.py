@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from pagewire.shared.base.errors import RankError, TransferError
-from pagewire.shared.engine.execution.block_mover import PendingCheck, PendingMove
+from pagewire.shared.engine.execution.block_mover import BlockMove, PendingCheck, PendingMove
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.executor import OthersMove, RanksExecutor
 from pagewire.shared.engine.ranks.messages import Moved, Pack, Stage, Unpack
@@ -87,35 +87,15 @@ class RanksMoves:
         """Whether this plan records an event for each layer group; see `BlockMoves`."""
         return self.own.has_group_events(plan)
 
-    def pack(
-        self,
-        block_ids: list[int],
-        groups: range,
-        staging: torch.Tensor,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingMove:
+    def pack(self, move: BlockMove, after: int) -> PendingMove:
         """Gather blocks into staging on all ranks, as `BlockMoves` says."""
-        command = Pack(*self._place(block_ids, groups, staging, parts), seed, after)
-        others, part = self.executor.move(command), staging[: command.size]
-        own = self.own.pack(block_ids, groups, part, seed, after, command.parts)
-        return RanksMove(own, others, self.executor)
+        others, own = self._begin(Pack, move, after)
+        return RanksMove(self.own.pack(own, after), others, self.executor)
 
-    def unpack(
-        self,
-        staging: torch.Tensor,
-        block_ids: list[int],
-        groups: range,
-        seed: int,
-        after: int,
-        parts: int = 1,
-    ) -> PendingCheck:
+    def unpack(self, move: BlockMove, after: int) -> PendingCheck:
         """Scatter staging into blocks on all ranks and check them, as `BlockMoves` says."""
-        command = Unpack(*self._place(block_ids, groups, staging, parts), seed, after)
-        others, part = self.executor.move(command), staging[: command.size]
-        own = self.own.unpack(part, block_ids, groups, seed, after, command.parts)
-        return RanksMove(own, others, self.executor)
+        others, own = self._begin(Unpack, move, after)
+        return RanksMove(self.own.unpack(own, after), others, self.executor)
 
     def queue(self, work: Callable[[], object]) -> PendingMove:
         """Queue other work on this rank's device, as `BlockMoves` says."""
@@ -130,20 +110,21 @@ class RanksMoves:
         """Do parts of a move and a launch on this rank, without effect."""
         self.own.warm_launch_path()
 
-    def _place(
-        self, block_ids: list[int], groups: range, staging: torch.Tensor, parts: int
-    ) -> tuple[int, int, int, int, list[int], int, int]:
-        """Return the first fields of a move's command.
+    def _begin(self, kind: type[Pack], move: BlockMove, after: int) -> tuple[OthersMove, BlockMove]:
+        """Have the others move their parts; return what follows them, and the own part.
 
         Raises:
             TransferError: the heads cannot be divided so.
         """
-        layout = self.own.layout
+        layout, (block_ids, groups, staging, seed, parts) = self.own.layout, move
         if parts % layout.ranks or (divided := layout.divided(parts)) is None:
             raise TransferError(f"the KV heads of {layout.ranks} ranks do not make {parts} parts")
         start, own_parts = staging.data_ptr() - self.staging.data_ptr(), parts // layout.ranks
         size = own_parts * part_bytes(divided, len(block_ids), len(groups))
-        return next(self._numbers), start, size, own_parts, block_ids, groups.start, len(groups)
+        number, first, count = next(self._numbers), groups.start, len(groups)
+        command = kind(number, start, size, own_parts, block_ids, first, count, seed, after)
+        own = move._replace(staging=staging[:size], parts=own_parts)
+        return self.executor.move(command), own
 
 
 @dataclass(slots=True)
@@ -186,14 +167,11 @@ class RankMover:
             raise RankError("blocks cannot be moved before there is staging", self.rank)
         start = command.start + self.rank * command.size
         # Not with brackets: these would switch to rank 0's GPU, which takes memory there.
-        part, parts = self._memory.narrow(0, start, command.size), command.parts
+        part = self._memory.narrow(0, start, command.size)
         groups = range(command.first_group, command.first_group + command.num_groups)
-        ids, seed, after = command.block_ids, command.seed, command.after
-        if isinstance(command, Unpack):
-            move: PendingMove = self.runner.unpack(part, ids, groups, seed, after, parts)
-        else:
-            move = self.runner.pack(ids, groups, part, seed, after, parts)
-        self._pending.append((command.number, move))
+        move = BlockMove(command.block_ids, groups, part, command.seed, command.parts)
+        make = self.runner.unpack if isinstance(command, Unpack) else self.runner.pack
+        self._pending.append((command.number, make(move, command.after)))
 
     def fence(self) -> None:
         """Have later plans wait for the moves so far."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pagewire.shared.base.errors import TransferError
-from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.block_mover import BlockMove, PendingMove
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
@@ -78,7 +78,7 @@ class Outgoing:
         try:
             buffer, parts = self.staging.buffers[slot], link.layout.ranks
             numbers, groups = segment_range.blocks, segment_range.groups
-            packed = self.moves.pack(blocks, groups, buffer, seed, plan, parts)
+            packed = self.moves.pack(BlockMove(blocks, groups, buffer, seed, parts), plan)
             credit, use = link.credits.acquire()  # after the packing, which may fail
             segment = Segment(
                 credit=credit,

@@ -24,7 +24,7 @@ import zmq
 
 from pagewire.shared.base.errors import ProtocolError, TransferError
 from pagewire.shared.base.logs import Complaints
-from pagewire.shared.engine.execution.block_mover import PendingCheck
+from pagewire.shared.engine.execution.block_mover import BlockMove, PendingCheck
 from pagewire.shared.engine.scheduling.step import Expect, StepPlan, Withdraw
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots
@@ -285,8 +285,8 @@ class KvReceiver(KvHalf[ReceiverLink]):
             blocks, after = job.block_ids[numbers.start : numbers.stop], job.after
         payload = self.staging.buffers[segment.credit]
         try:
-            parts = link.layout.ranks
-            unpacked = self.moves.unpack(payload, blocks, groups, segment.seed, after, parts)
+            move = BlockMove(blocks, groups, payload, segment.seed, link.layout.ranks)
+            unpacked = self.moves.unpack(move, after)
         except Exception:  # whatever a device raises: the sender packs the segment again
             logger.exception("cannot unpack a KV segment from %s", link.peer)
             self._acknowledge(link, segment, "corrupt")

@@ -7,7 +7,7 @@ import torch
 
 from pagewire.kernels import load_ops
 from pagewire.kernels.errors import UnsupportedShapeError
-from pagewire.shared.engine.execution.block_mover import BlockMover
+from pagewire.shared.engine.execution.block_mover import BlockMove, BlockMover
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
 from pagewire.shared.kv.packing import packed_bytes, part_bytes
 from pagewire.shared.transfer.staging import make_staging
@@ -42,14 +42,16 @@ class Side:
 
     def pack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> torch.Tensor:
         staging = self.payload(slot, blocks, groups)
-        move = self.mover.pack(blocks, groups, staging, seed, self.mover.record_event())
+        blocks_to_move = BlockMove(blocks, groups, staging, seed)
+        move = self.mover.pack(blocks_to_move, self.mover.record_event())
         while not move.poll():
             pass
         return staging
 
     def unpack(self, slot: int, blocks: list[int], seed: int, groups: range = WHOLE) -> bool:
         staging = self.payload(slot, blocks, groups)
-        return self.mover.unpack(staging, blocks, groups, seed, self.mover.record_event()).verify()
+        move = BlockMove(blocks, groups, staging, seed)
+        return self.mover.unpack(move, self.mover.record_event()).verify()
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -116,7 +118,7 @@ def test_a_fence_keeps_later_work_from_blocks_that_are_packed(device: str, captu
             event = side.mover.record_event()
     else:
         event = side.mover.record_event()
-    move = side.mover.pack(blocks, WHOLE, staging, 3, event)
+    move = side.mover.pack(BlockMove(blocks, WHOLE, staging, 3), event)
     side.mover.fence()
     side.pool.zero_()
     while not move.poll():
@@ -146,26 +148,27 @@ def test_the_heads_of_one_rank_go_to_two_and_back(device: str) -> None:
     ranks = [BlockMover(load_ops("auto", device), pool, divided) for pool in pools]
     staging = torch.zeros(packed_bytes(divided, 3), dtype=torch.uint8, device=device)
     size, event = part_bytes(divided, 3), source.mover.record_event()
-    source.mover.pack([7, 2, 9], WHOLE, staging, 5, event, parts=2)
+    source.mover.pack(BlockMove([7, 2, 9], WHOLE, staging, 5, parts=2), event)
     for rank, part in zip(ranks, staging.split(size), strict=True):
-        assert rank.unpack(part, [1, 0, 4], WHOLE, 5, event).verify()
+        assert rank.unpack(BlockMove([1, 0, 4], WHOLE, part, 5), event).verify()
     for head, pool in enumerate(pools):
         assert torch.equal(pool[[1, 0, 4]], source.pool[[7, 2, 9], :, :, head : head + 1])
         untouched = [block for block in range(12) if block not in (1, 0, 4)]
         assert torch.equal(pool[untouched], target.pool[untouched, :, :, head : head + 1])
     staging.zero_()
     for rank, part in zip(ranks, staging.split(size), strict=True):
-        rank.pack([1, 0, 4], WHOLE, part, 6, event)
-    assert target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).verify()
+        rank.pack(BlockMove([1, 0, 4], WHOLE, part, 6), event)
+    both = BlockMove([3, -1, 5], WHOLE, staging, 6, parts=2)
+    assert target.mover.unpack(both, event).verify()
     assert torch.equal(target.pool[[3, 5]], source.pool[[7, 9]])
     staging[size + 1] ^= 1  # of the second part
-    assert not target.mover.unpack(staging, [3, -1, 5], WHOLE, 6, event, parts=2).verify()
+    assert not target.mover.unpack(both, event).verify()
 
 
 def test_heads_that_make_no_such_parts() -> None:
     side = Side("cpu", 1, captured=False)
     with pytest.raises(UnsupportedShapeError, match="2 heads do not make 3 parts"):
-        side.mover.pack([1], WHOLE, side.staging.buffers[0], 5, None, parts=3)
+        side.mover.pack(BlockMove([1], WHOLE, side.staging.buffers[0], 5, parts=3), None)
 
 
 def test_parts_that_staging_has_no_room_for() -> None:
@@ -173,9 +176,10 @@ def test_parts_that_staging_has_no_room_for() -> None:
     divided = LAYOUT.divided(2)
     assert divided is not None
     short = side.staging.buffers[0][: packed_bytes(divided, 1) - 8]
+    both = BlockMove([1], WHOLE, short, 5, parts=2)
     for move in (
-        lambda: side.mover.pack([1], WHOLE, short, 5, None, parts=2),
-        lambda: side.mover.unpack(short, [1], WHOLE, 5, None, parts=2),
+        lambda: side.mover.pack(both, None),
+        lambda: side.mover.unpack(both, None),
     ):
         with pytest.raises(UnsupportedShapeError, match=r"2 parts of .* do not fit"):
             move()

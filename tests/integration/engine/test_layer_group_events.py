@@ -12,7 +12,7 @@ import torch
 
 from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
-from pagewire.shared.engine.execution.block_mover import BlockMover
+from pagewire.shared.engine.execution.block_mover import BlockMove, BlockMover
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
@@ -132,7 +132,7 @@ class Packed:
 
     def pack(self, blocks: list[int], group: int, after: int) -> None:
         groups = range(group, group + 1)
-        move = self._runner.pack(blocks, groups, self._staging[group], 1, after)
+        move = self._runner.pack(BlockMove(blocks, groups, self._staging[group], 1), after)
         deadline = time.monotonic() + 30
         while not move.poll():
             assert time.monotonic() < deadline
@@ -206,14 +206,13 @@ def test_an_event_in_a_graph_is_recorded_again_by_each_replay() -> None:
 
     graph, _ = GraphPool(device).capture(step)
     staging = torch.zeros(packed_bytes(layout, 4), dtype=torch.uint8, device=device)
-    mover.pack(
-        [0, 1, 2, 3], layout.layer_groups, staging, 1, mover.record_event()
-    )  # compiles, allocates
+    blocks = BlockMove([0, 1, 2, 3], layout.layer_groups, staging, 1)
+    mover.pack(blocks, mover.record_event())  # compiles, allocates
     torch.cuda.synchronize()
     for number in (5.0, 6.0):
         value.fill_(number)
         graph.replay()
-        move = mover.pack([0, 1, 2, 3], layout.layer_groups, staging, 1, events[0])
+        move = mover.pack(blocks, events[0])
         deadline = time.monotonic() + 30
         while not move.poll():
             assert time.monotonic() < deadline
