@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,21 +51,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="time in which streams start")
     parser.add_argument("--rate", type=float, default=4.0, help="streams that start in a second")
-    parser.add_argument(
-        "--prompt-tokens",
-        type=Lengths.parse,
-        default="64:512",
-        help="of each stream: N, or LOW:HIGH",
-    )
-    parser.add_argument(
-        "--output-tokens",
-        type=Lengths.parse,
-        default="64:256",
-        help="of each stream: N, or LOW:HIGH",
-    )
-    parser.add_argument(
-        "--long-prompt-tokens", type=Lengths.parse, default="2048", help="length of long prompts"
-    )
+    add_lengths = partial(parser.add_argument, type=Lengths.parse)
+    add_lengths("--prompt-tokens", default="64:512", help="of each stream: N, or LOW:HIGH")
+    add_lengths("--output-tokens", default="64:256", help="of each stream: N, or LOW:HIGH")
+    add_lengths("--long-prompt-tokens", default="2048", help="length of long prompts")
     parser.add_argument("--long-rate", type=float, default=2.0, help="long prompts in a second")
     parser.add_argument("--storm-clients", type=int, default=64, help="clients that leave early")
     parser.add_argument("--storm-stay-s", type=float, default=2.0, help="longest stay of these")
