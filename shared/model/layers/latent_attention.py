@@ -24,11 +24,6 @@ from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.layers.linear import Linear, LinearMethod, LinearShape
 from pagewire.shared.model.layers.norm import Norm
 from pagewire.shared.model.layers.parameters import Conversion, NamedParameters
-from pagewire.shared.model.paged_attention import (
-    attend_chunks_to_keys,
-    attend_decodes_to_latents,
-    attend_latent,
-)
 from pagewire.shared.model.shard import Cut
 
 
@@ -132,15 +127,38 @@ class LatentAttention:
         """Return `[N, H, V]`: the values that all tokens attend to, in the absorbed form."""
         q_latent = self.ops.head_products(q_nope, self.kv_up.keys)  # [T, H, C]
         out = torch.empty_like(q_latent)
-        attend_latent(self.ops, q_latent, q_rope, cache, batch, self.config.score_scale, out)
+        rows = batch.num_decodes
+        self._attend_decodes(q_latent[:rows], q_rope[:rows], cache, batch, out[:rows])
+        if batch.prefill_block_tables is not None and batch.prefill_seq_lens is not None:
+            self.ops.latent_attention(
+                q_latent,
+                q_rope,
+                cache,
+                batch.prefill_block_tables,
+                batch.prefill_seq_lens,
+                self.config.score_scale,
+                batch.prefill_cu_query_lens,
+                batch.max_query_len,
+                out=out,
+            )
         return self.ops.head_products(batch.kept(out), self.kv_up.values)
 
-    def _attend_to_keys(
+    def _attend_decodes(
         self,
-        q_nope: torch.Tensor,
+        q_latent: torch.Tensor,
         q_rope: torch.Tensor,
         cache: torch.Tensor,
         batch: ForwardBatch,
+        out: torch.Tensor,
+    ) -> None:
+        """Fill `out` [B, H, C] for the decode rows, if there are any."""
+        tables, lengths = batch.decode_block_tables, batch.decode_seq_lens
+        if tables is not None and lengths is not None:
+            scale = self.config.score_scale
+            self.ops.latent_attention(q_latent, q_rope, cache, tables, lengths, scale, out=out)
+
+    def _attend_to_keys(
+        self, q_nope: torch.Tensor, q_rope: torch.Tensor, cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return `[T, H, V]`: decode rows in the absorbed form, chunks with keys and values."""
         matrices, scale = self.kv_up, self.config.score_scale
@@ -149,11 +167,15 @@ class LatentAttention:
         if rows:  # first: a chunk's tokens may be where padding rows are
             q_latent = self.ops.head_products(q_nope[:rows], matrices.keys)
             out = torch.empty_like(q_latent)
-            attend_decodes_to_latents(self.ops, q_latent, q_rope[:rows], cache, batch, scale, out)
+            self._attend_decodes(q_latent, q_rope[:rows], cache, batch, out)
             values[:rows] = self.ops.head_products(out, matrices.values)
-        attend_chunks_to_keys(
-            self.ops, q_nope, q_rope, cache, matrices.keys, matrices.values, batch, scale, values
-        )
+        tables, starts = batch.prefill_block_tables, batch.prefill_cu_query_lens
+        lengths, chunks = batch.prefill_seq_lens, batch.chunks
+        if tables is not None and lengths is not None and starts is not None and chunks is not None:
+            up = (matrices.keys, matrices.values)
+            self.ops.latent_prefill(
+                q_nope, q_rope, cache, *up, tables, lengths, starts, chunks, scale, values
+            )
         return values
 
     def parameters(self, name: str) -> Iterator[NamedParameters]:
