@@ -36,6 +36,7 @@ from pagewire.shared.model.layers.linear import Linear, LinearShape, Size, Unqua
 from pagewire.shared.model.layers.methods import MethodFactory
 from pagewire.shared.model.layers.mlp import Mlp
 from pagewire.shared.model.layers.norms import NormFactory
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.quantization.config import QuantConfig
 from pagewire.shared.model.rope import cos_sin_table
@@ -82,17 +83,16 @@ class LayerFactory:
         self._shard = shard
         self._unit = 1 if quantization is None else quantization.unit
         self._communicator = communicator
-        self._device = device
-        self._dtype = dtype
+        self._place = Place(device, dtype, ops)
         self._ops = ops
         self._max_positions = max_positions
-        norms = NormFactory(device, dtype, ops, shard, communicator)
+        norms = NormFactory(self._place, shard, communicator)
         self._norms, self._norm, self._head_norms = norms, norms.make, norms.of_heads
-        self.methods = MethodFactory(device, dtype, ops, quantization)
+        self.methods = MethodFactory(self._place, quantization)
 
     def rounded(self, value: float) -> float:
         """Return a number rounded to the activations' dtype."""
-        return torch.tensor(value, dtype=self._dtype).item()
+        return torch.tensor(value, dtype=self._place.dtype).item()
 
     def linear(
         self, ins: Size, parts: Mapping[str, Size], bias: bool, *, wide: bool = False
@@ -107,12 +107,9 @@ class LayerFactory:
         """
         return Linear(LinearShape.of(ins, parts, bias=bias, wide=wide))
 
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self._device, dtype=self._dtype)
-
     def cos_sin(self, rope: RopeConfig, head_dim: int) -> torch.Tensor:
         """Return the table of rotary angles, for all attention layers that use it."""
-        return cos_sin_table(rope, head_dim, self._max_positions).to(self._device)
+        return cos_sin_table(rope, head_dim, self._max_positions).to(self._place.device)
 
     def attention(
         self,
@@ -156,7 +153,7 @@ class LayerFactory:
             qk_norm,
             self._head_norms(config, qk_norm, q, kv),
             window,
-            self._empty(heads[0].count) if sinks else None,
+            self._place.empty(heads[0].count) if sinks else None,
             kv_scales,
         )
 
@@ -251,7 +248,7 @@ class LayerFactory:
         )
         correction = None
         if experts.routing.corrected:
-            correction = torch.empty(count, device=self._device, dtype=torch.float32)
+            correction = self._place.empty(count, dtype=torch.float32)
         return Experts(
             self._ops,
             self.linear(hidden, {router: count}, router_bias, wide=wide_router),
@@ -393,7 +390,7 @@ class LayerFactory:
             embedding_multiplier: factor of the embeddings; by default that of the configuration.
         """
         tokens = self._shard.cut(config.vocab_size, "the vocabulary", self._unit)
-        embed_tokens = self._empty(tokens.count, config.hidden_size)
+        embed_tokens = self._place.empty(tokens.count, config.hidden_size)
         lm_head = self.linear(config.hidden_size, {"lm_head": tokens}, False)
         if config.tie_word_embeddings:
             lm_head.use(Unquantized(lm_head.shape, embed_tokens, None, self._ops))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
@@ -16,6 +15,7 @@ from pagewire.shared.model.layers.experts import ExpertsShape
 from pagewire.shared.model.layers.int4 import Int4Numbers, Int4Tensors
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.quantization.config import Int4Format, Mxfp4Format
 from pagewire.shared.model.shard import Cuts, block_cuts
 
@@ -98,17 +98,15 @@ class Int4ExpertTensors:
         experts: the tensors of each expert's gate and up projection, and of its down projection.
     """
 
-    def __init__(
-        self, shape: ExpertsShape, format: Int4Format, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shape: ExpertsShape, format: Int4Format, place: Place) -> None:
         self.experts: list[tuple[Int4Tensors, Int4Tensors]] = []
         for number in range(shape.count):
             gate, up, down = (name.format(number) for name in shape.each)
             inner = shape.cut or shape.inner
             first = LinearShape.of(shape.hidden, {gate: inner, up: inner})
             second = LinearShape.of(inner, {down: shape.hidden})
-            make = partial(Int4Tensors, format=format, device=device, dtype=dtype)
-            self.experts.append((make(first), make(second)))
+            tensors = Int4Tensors(first, format, place), Int4Tensors(second, format, place)
+            self.experts.append(tensors)
 
     def targets(self) -> Iterator[NamedTarget]:
         """Yield what fills packed numbers, zeros and scales."""
@@ -120,16 +118,12 @@ class Int4ExpertTensors:
         """Do nothing: the method that keeps the numbers converts them."""
 
 
-def mxfp4_experts(
-    shape: ExpertsShape, ops: Ops, device: torch.device, dtype: torch.dtype
-) -> FourBitExperts:
+def mxfp4_experts(shape: ExpertsShape, place: Place) -> FourBitExperts:
     """Return experts in MXFP4 whose parameters are not filled.
 
     Args:
         shape: names and sizes.
-        ops: kernels that suit the device.
-        device: for the parameters.
-        dtype: of biases.
+        place: where the parameters are.
 
     Raises:
         ModelLoadError: experts have tensors of their own, or sizes are not multiples of a group;
@@ -143,46 +137,41 @@ def mxfp4_experts(
         )
 
     def empty(outs: int, ins: int) -> FourBitWeights:
-        make = partial(torch.empty, device=device, dtype=torch.uint8)
-        bias = make((shape.count, outs), dtype=dtype).zero_() if shape.biases else None
-        pairs = make((shape.count, outs, ins // 2))
-        return FourBitWeights(
-            pairs, make((shape.count, outs, ins // _GROUP)), ins, _GROUP, bias=bias
-        )
+        bias = place.empty(shape.count, outs).zero_() if shape.biases else None
+        pairs = place.empty(shape.count, outs, ins // 2, dtype=torch.uint8)
+        scale = place.empty(shape.count, outs, ins // _GROUP, dtype=torch.uint8)
+        return FourBitWeights(pairs, scale, ins, _GROUP, bias=bias)
 
     gate_up, down = empty(2 * shape.inner, shape.hidden), empty(shape.hidden, shape.inner)
-    return FourBitExperts(shape, ops, gate_up, down)
+    return FourBitExperts(shape, place.ops, gate_up, down)
 
 
-def int4_experts(
-    shape: ExpertsShape, format: Int4Format, ops: Ops, device: torch.device
-) -> FourBitExperts:
+def int4_experts(shape: ExpertsShape, format: Int4Format, place: Place) -> FourBitExperts:
     """Return experts in INT4 whose parameters are not filled.
 
     Args:
         shape: names and sizes; each expert has tensors of its own.
         format: of the checkpoint.
-        ops: kernels that suit the device.
-        device: for the parameters.
+        place: where the parameters are.
     """
 
     def empty(parts: int, outs: int, ins: int) -> FourBitWeights:
-        make, group = partial(torch.empty, device=device), format.group or ins
+        group = format.group or ins
         scales = (shape.count, outs, -(-ins // group))
         order = None
         if format.ordered:
-            order = make((shape.count, parts, ins), dtype=torch.int32)
+            order = place.empty(shape.count, parts, ins, dtype=torch.int32)
         return FourBitWeights(
-            make((shape.count, outs, FourBitWeights.row_bytes(ins)), dtype=torch.uint8),
-            make(scales, dtype=torch.float32),
+            place.empty(shape.count, outs, FourBitWeights.row_bytes(ins), dtype=torch.uint8),
+            place.empty(*scales, dtype=torch.float32),
             ins,
             group,
-            make(scales, dtype=torch.float32),
+            place.empty(*scales, dtype=torch.float32),
             order,
         )
 
     gate_up, down = empty(2, 2 * shape.inner, shape.hidden), empty(1, shape.hidden, shape.inner)
-    return FourBitExperts(shape, ops, gate_up, down)
+    return FourBitExperts(shape, place.ops, gate_up, down)
 
 
 def _fill(weights: FourBitWeights, parts: Sequence[Int4Numbers]) -> None:

@@ -10,11 +10,11 @@ from operator import itemgetter
 
 import torch
 
-from pagewire.kernels import Ops
 from pagewire.kernels.fp8_numbers import LARGEST, LEAST_SCALE, Fp8Weights
 from pagewire.kernels.reference.fp8_linear import dequantised
 from pagewire.shared.model.layers.linear import LinearShape, Unquantized
 from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.quantization.config import Fp8Format
 from pagewire.shared.model.shard import Cuts, block_cuts
 
@@ -64,13 +64,13 @@ class Fp8Matrix:
     cuts: Mapping[str, Cuts] = field(default_factory=dict)
 
     @classmethod
-    def empty(cls, format: Fp8Format, shape: LinearShape, device: torch.device) -> Fp8Matrix:
+    def empty(cls, format: Fp8Format, shape: LinearShape, place: Place) -> Fp8Matrix:
         """Return weights and scales that are not filled."""
         parts, outs, ins = shape.parts, shape.out_features, shape.in_features
         block = fused_block(format, parts.values(), ins)
         scales = (-(-outs // block[0]), -(-ins // block[1]))
-        weight = torch.empty((outs, ins), device=device, dtype=E4M3)
-        scale = torch.empty(scales, device=device, dtype=torch.float32)
+        weight = place.empty(outs, ins, dtype=E4M3)
+        scale = place.empty(*scales, dtype=torch.float32)
         cuts = {part: shape.cuts(part) for part in parts}
         return cls(parts, format, weight, scale, block, cuts)
 
@@ -134,22 +134,15 @@ class Fp8Linear:
 
     __slots__ = ("_matrix", "_ops", "_quantises_inputs", "_runs", "_shape", "bias", "input_scales")
 
-    def __init__(
-        self,
-        shape: LinearShape,
-        format: Fp8Format,
-        ops: Ops,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, shape: LinearShape, format: Fp8Format, place: Place) -> None:
         self._shape = shape
-        self._matrix = Fp8Matrix.empty(format, shape, device)
-        self._ops = ops
-        self._quantises_inputs = quantises_inputs(format, dtype)
-        self.bias = shape.empty_bias(device, dtype)
+        self._matrix = Fp8Matrix.empty(format, shape, place)
+        self._ops = place.ops
+        self._quantises_inputs = quantises_inputs(format, place.dtype)
+        self.bias = shape.empty_bias(place)
         self.input_scales: torch.Tensor | None = None
         if format.activations == "static":
-            self.input_scales = torch.empty(len(shape.parts), device=device)
+            self.input_scales = place.empty(len(shape.parts), dtype=torch.float32)
         self._runs: list[Fp8Weights] = []
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

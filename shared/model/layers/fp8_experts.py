@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from pagewire.kernels import Ops
 from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.experts import ExpertsShape, UnquantizedExperts
 from pagewire.shared.model.layers.fp8 import E4M3, Fp8Matrix, fused_block, quantises_inputs
 from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.quantization.config import Fp8Format
 from pagewire.shared.model.shard import Cuts
 
@@ -23,29 +23,20 @@ class Fp8Experts:
     Args:
         shape: names and sizes.
         format: of the checkpoint.
-        ops: kernels that suit the device.
-        device: for the parameters.
-        dtype: of activations.
+        place: where the parameters are.
     """
 
     __slots__ = ("_down", "_format", "_gate_up", "_ops", "_quantises_inputs", "_shape", "_up_scale")
 
-    def __init__(
-        self,
-        shape: ExpertsShape,
-        format: Fp8Format,
-        ops: Ops,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._shape, self._format, self._ops = shape, format, ops
-        self._quantises_inputs = quantises_inputs(format, dtype)
-        make = partial(_empty, shape, format, device, dtype)
+    def __init__(self, shape: ExpertsShape, format: Fp8Format, place: Place) -> None:
+        self._shape, self._format, self._ops = shape, format, place.ops
+        self._quantises_inputs = quantises_inputs(format, place.dtype)
+        make = partial(_empty, shape, format, place)
         self._gate_up = make([shape.inner, shape.inner], shape.hidden)
         self._down = make([shape.hidden], shape.inner)
         self._up_scale: torch.Tensor | None = None  # of the up projections' inputs, as loaded
         if format.activations == "static":
-            self._up_scale = torch.empty(shape.count, device=device)
+            self._up_scale = place.empty(shape.count, dtype=torch.float32)
 
     def apply(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of the outputs of each token's experts."""
@@ -119,22 +110,17 @@ class Fp8Experts:
 
 
 def _empty(
-    shape: ExpertsShape,
-    format: Fp8Format,
-    device: torch.device,
-    dtype: torch.dtype,
-    parts: list[int],
-    ins: int,
+    shape: ExpertsShape, format: Fp8Format, place: Place, parts: list[int], ins: int
 ) -> Fp8Weights:
     """Return one projection of all experts, whose parameters are not filled."""
     count, outs = shape.count, sum(parts)
     block = fused_block(format, parts, ins)
     scales = (count, -(-outs // block[0]), -(-ins // block[1]))
-    bias = torch.empty((count, outs), device=device, dtype=dtype) if shape.biases else None
+    is_static = format.activations == "static"
     return Fp8Weights(
-        torch.empty((count, outs, ins), device=device, dtype=E4M3),
-        torch.empty(scales, device=device, dtype=torch.float32),
+        place.empty(count, outs, ins, dtype=E4M3),
+        place.empty(*scales, dtype=torch.float32),
         block,
-        bias,
-        torch.empty(count, device=device) if format.activations == "static" else None,
+        place.empty(count, outs) if shape.biases else None,
+        place.empty(count, dtype=torch.float32) if is_static else None,
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewire.kernels import Ops
 from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.kernels.reference.four_bits import dequantised, pack_pairs, scaled
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.linear import LinearShape
 from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.quantization.config import Int4Format
 from pagewire.shared.model.shard import Cuts, block_cuts
 
@@ -51,17 +51,15 @@ class Int4Numbers:
 class Int4Tensors:
     """The tensors of projections as a checkpoint has them; they are converted when filled."""
 
-    def __init__(
-        self, shape: LinearShape, format: Int4Format, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, shape: LinearShape, format: Int4Format, place: Place) -> None:
         self._format, self._ins = format, shape.in_features
         self.shape = shape
-        self.bias = shape.empty_bias(device, dtype)
+        self.bias = shape.empty_bias(place)
         self._refuse_order()
         make = _packed_tensors if format.layout == "packed" else _word_tensors
         self._tensors = {
             part: {
-                name: torch.empty(size, dtype=kind, device=device)
+                name: place.empty(*size, dtype=kind)
                 for name, (size, kind) in make(format, outs, shape.in_features).items()
             }
             for part, outs in shape.parts.items()
@@ -201,28 +199,20 @@ class Int4Linear:
         bias: `[sum of the parts]` in the model's dtype, or None.
     """
 
-    def __init__(
-        self,
-        shape: LinearShape,
-        format: Int4Format,
-        ops: Ops,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, shape: LinearShape, format: Int4Format, place: Place) -> None:
         outs, ins = shape.out_features, shape.in_features
-        self._shape, self._ops, group = shape, ops, format.group or ins
-        self.bias = shape.empty_bias(device, dtype)
-        scales = (outs, -(-ins // group))
+        self._shape, self._ops, group = shape, place.ops, format.group or ins
+        self.bias = shape.empty_bias(place)
         self._parameters = (
-            torch.empty((outs, FourBitWeights.row_bytes(ins)), dtype=torch.uint8, device=device),
-            torch.empty(scales, dtype=torch.float32, device=device),
-            torch.empty(scales, dtype=torch.float32, device=device),
+            place.empty(outs, FourBitWeights.row_bytes(ins), dtype=torch.uint8),
+            place.empty(outs, -(-ins // group), dtype=torch.float32),
+            place.empty(outs, -(-ins // group), dtype=torch.float32),
         )
         pairs, scale, zeros = self._parameters
         self._weights = FourBitWeights(pairs, scale, ins, group, zeros, bias=self.bias)
         self._order: torch.Tensor | None = None
         if format.ordered:
-            self._order = torch.empty(ins, dtype=torch.int64, device=device)
+            self._order = place.empty(ins, dtype=torch.int64)
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Project `[T, in_features]` to `[T, sum of the parts]`."""

@@ -10,6 +10,7 @@ import torch
 
 from pagewire.kernels import Ops
 from pagewire.shared.model.layers.parameters import Method, NamedTarget, WithMethod
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.shard import Cut, Cuts
 
 Size = int | Cut  # all of a dimension, or the part that this rank has
@@ -65,12 +66,12 @@ class LinearShape:
         """Whether this rank adds the bias, if there is one."""
         return self.columns is None or self.columns.ranges[0][0] == 0
 
-    def empty_bias(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor | None:
+    def empty_bias(self, place: Place) -> torch.Tensor | None:
         """Return a bias that is not filled, or the zeros of a rank that adds none."""
         if not self.bias:
             return None
-        make = torch.empty if self.adds_bias else torch.zeros
-        return make(self.out_features, device=device, dtype=dtype)
+        bias = place.empty(self.out_features)
+        return bias if self.adds_bias else bias.zero_()
 
     def bias_targets(self, bias: torch.Tensor | None) -> Iterator[NamedTarget]:
         """Yield what fills the parts of a bias `[sum of the parts]`."""

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from pagewire.kernels import Ops
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.layers.experts import (
     ExpertsShape,
@@ -30,6 +29,7 @@ from pagewire.shared.model.layers.linear import (
     Unquantized,
 )
 from pagewire.shared.model.layers.parameters import Conversion, NamedParameters, join_name
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.quantization.config import (
     Fp8Format,
     Int4Format,
@@ -43,22 +43,12 @@ class MethodFactory:
     """The methods of one model: on one device, in one dtype, with one set of kernels.
 
     Args:
-        device: for the parameters; on "meta" they take no memory.
-        dtype: of activations, and of parameters that are not quantised.
-        ops: kernels that suit the device.
+        place: where the parameters are.
         quantization: says what is quantised; None: nothing.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        dtype: torch.dtype,
-        ops: Ops,
-        quantization: QuantConfig | None = None,
-    ) -> None:
-        self._device = device
-        self._dtype = dtype
-        self._ops = ops
+    def __init__(self, place: Place, quantization: QuantConfig | None) -> None:
+        self._place = place
         self._quantization = quantization
 
     def choose(self, parameters: Iterable[NamedParameters]) -> None:
@@ -93,15 +83,15 @@ class MethodFactory:
             method = self._unquantised(shape)
             linear.use(method, Conversion(partial(self._stored, shape, format), method.fill_from))
         elif isinstance(format, Int4Format):
-            packed = Int4Linear(shape, format, self._ops, self._device, self._dtype_of(shape))
+            packed = Int4Linear(shape, format, self._place_of(shape))
             linear.use(packed, Conversion(partial(self._stored, shape, format), packed.fill_from))
         elif self._is_converted:
-            quantised = self._fp8(shape, format)
+            quantised = Fp8Linear(shape, format, self._place_of(shape))
             linear.use(
                 quantised, Conversion(partial(self._unquantised, shape), quantised.fill_from)
             )
         else:
-            linear.use(self._fp8(shape, format))
+            linear.use(Fp8Linear(shape, format, self._place_of(shape)))
 
     @property
     def _is_converted(self) -> bool:
@@ -120,21 +110,18 @@ class MethodFactory:
 
     def _stored(self, shape: LinearShape, format: LinearFormat) -> Fp8Linear | Int4Tensors:
         """Return what the checkpoint's tensors of quantised projections fill."""
+        place = self._place_of(shape)
         if isinstance(format, Fp8Format):
-            return self._fp8(shape, format)
-        return Int4Tensors(shape, format, self._device, self._dtype_of(shape))
+            return Fp8Linear(shape, format, place)
+        return Int4Tensors(shape, format, place)
 
     def _unquantised(self, shape: LinearShape) -> Unquantized:
-        empty = partial(torch.empty, device=self._device, dtype=self._dtype_of(shape))
-        weight = empty(shape.out_features, shape.in_features)
-        bias = shape.empty_bias(self._device, self._dtype_of(shape))
-        return Unquantized(shape, weight, bias, self._ops)
+        place = self._place_of(shape)
+        weight = place.empty(shape.out_features, shape.in_features)
+        return Unquantized(shape, weight, shape.empty_bias(place), place.ops)
 
-    def _fp8(self, shape: LinearShape, format: Fp8Format) -> Fp8Linear:
-        return Fp8Linear(shape, format, self._ops, self._device, self._dtype_of(shape))
-
-    def _dtype_of(self, shape: LinearShape) -> torch.dtype:
-        return torch.float32 if shape.wide else self._dtype
+    def _place_of(self, shape: LinearShape) -> Place:
+        return self._place._replace(dtype=torch.float32) if shape.wide else self._place
 
     def _choose_experts(self, layer: str, experts: ExpertWeights) -> None:
         """Give a mixture's experts the method of their format.
@@ -159,10 +146,10 @@ class MethodFactory:
         if chosen is None:
             experts.use(self._unquantised_experts(shape))
         elif isinstance(chosen, Mxfp4Format):
-            experts.use(mxfp4_experts(shape, self._ops, self._device, self._dtype))
+            experts.use(mxfp4_experts(shape, self._place))
         elif quantization.while_loading and isinstance(chosen, Fp8Format):
             plain = partial(self._unquantised_experts, shape)
-            method = Fp8Experts(shape, chosen, self._ops, self._device, self._dtype)
+            method = Fp8Experts(shape, chosen, self._place)
             experts.use(method, Conversion(plain, method.fill_from))
         elif not shape.each:
             raise ModelLoadError(
@@ -170,18 +157,18 @@ class MethodFactory:
                 "experts.0.up_proj.weight; those of all experts in one tensor are not supported"
             )
         elif isinstance(chosen, Int4Format):
-            packed = int4_experts(shape, chosen, self._ops, self._device)
-            source = partial(Int4ExpertTensors, shape, chosen, self._device, self._dtype)
+            packed = int4_experts(shape, chosen, self._place)
+            source = partial(Int4ExpertTensors, shape, chosen, self._place)
             experts.use(packed, Conversion(source, packed.fill_from))
         else:
-            experts.use(Fp8Experts(shape, chosen, self._ops, self._device, self._dtype))
+            experts.use(Fp8Experts(shape, chosen, self._place))
 
     def _unquantised_experts(self, shape: ExpertsShape) -> UnquantizedExperts:
-        empty = partial(torch.empty, device=self._device, dtype=self._dtype)
+        empty = self._place.empty
         count, hidden, inner = shape.count, shape.hidden, shape.inner
         return UnquantizedExperts(
             shape,
-            self._ops,
+            self._place.ops,
             empty(count, 2 * inner, hidden),
             empty(count, hidden, inner),
             empty(count, 2 * inner) if shape.biases else None,

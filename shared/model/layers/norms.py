@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from pagewire.kernels import Ops
 from pagewire.shared.model.layers.attention import QkNorm
 from pagewire.shared.model.layers.norm import LayerNorm, Norm, RmsNorm, SplitRmsNorm
+from pagewire.shared.model.layers.place import Place
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.shard import Communicator, Cut, Shard
 
@@ -18,16 +18,12 @@ class NormFactory:
     """The normalisations of one model; their weights are not filled.
 
     Attributes:
-        device: of the weights.
-        dtype: of activations.
-        ops: kernels that suit the device.
+        place: where the weights are.
         shard: the part of the model that this rank has.
         communicator: of the model's ranks; None if the model is whole.
     """
 
-    device: torch.device
-    dtype: torch.dtype
-    ops: Ops
+    place: Place
     shard: Shard
     communicator: Communicator | None
 
@@ -38,19 +34,19 @@ class NormFactory:
         squares in another order than the one that normalises many.
         """
         is_plain = config.residual_multiplier == 1.0 and config.norm_style != "centred"
-        return is_plain and self.communicator is not None and not self.ops.batch_invariant
+        return is_plain and self.communicator is not None and not self.place.ops.batch_invariant
 
     def of_sum(self, config: ModelConfig) -> Norm:
         """Return a normalisation of the sum of the ranks' rows, if it `can_add_up`."""
         weight, plus_one = self._weight(config, config.hidden_size), config.norm_style == "plus one"
-        return RmsNorm(weight, config.rms_norm_eps, self.ops, plus_one, self.communicator)
+        return RmsNorm(weight, config.rms_norm_eps, self.place.ops, plus_one, self.communicator)
 
     def make(self, config: ModelConfig, size: int | None = None, eps: float | None = None) -> Norm:
         """Return a normalisation of rows of `size` numbers, by default of the residual stream."""
         weight, eps = self._weight(config, size or config.hidden_size), eps or config.rms_norm_eps
         if config.norm_style == "centred":
             return LayerNorm(weight, eps)
-        return RmsNorm(weight, eps, self.ops, config.norm_style == "plus one")
+        return RmsNorm(weight, eps, self.place.ops, config.norm_style == "plus one")
 
     def of_heads(
         self, config: ModelConfig, qk_norm: QkNorm, q: Cut, kv: Cut
@@ -71,5 +67,6 @@ class NormFactory:
         return SplitRmsNorm(weight, config.rms_norm_eps, cut, copies, self.communicator)
 
     def _weight(self, config: ModelConfig, size: int) -> torch.Tensor:
-        dtype = self.dtype if config.norm_style == "rounded" else torch.float32
-        return torch.empty(size, device=self.device, dtype=dtype)
+        return self.place.empty(
+            size, dtype=None if config.norm_style == "rounded" else torch.float32
+        )
