@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pagewire.shared.model.fields import MAX_TOKENS, Fields
@@ -144,11 +144,12 @@ def read_rope(
             "rope_theta and original_max_position_embeddings must be above 1 for rope type "
             f"{rope_type!r}, not {theta} and {original}"
         )
+    plain = RopeConfig(rope_type, theta, original_max_position_embeddings=original, share=share)
     if rope_type == "llama3":
-        return _llama3(rope, theta, original, share)
+        return _llama3(rope, plain)
     if rope_type == "yarn":
-        return _yarn(rope, theta, original, share, max_positions)
-    return _longrope(rope, theta, original, share, max_positions, head_dim)
+        return _yarn(rope, plain, max_positions / original)
+    return _longrope(rope, plain, max_positions / original, head_dim)
 
 
 def original_context(fields: Fields, rope: Fields, max_positions: int) -> int:
@@ -181,27 +182,25 @@ def _rotated_share(fields: Fields, rope: Fields, head_dim: int, partial: bool) -
     return share
 
 
-def _llama3(rope: Fields, theta: float, original: int, share: float) -> RopeConfig:
+def _llama3(rope: Fields, plain: RopeConfig) -> RopeConfig:
     factor = rope.positive_float("factor")
     low, high = rope.positive_float("low_freq_factor"), rope.positive_float("high_freq_factor")
     if low == high:
         raise rope.error("low_freq_factor and high_freq_factor are equal; they must differ")
-    return RopeConfig("llama3", theta, factor, low, high, original, share)
+    return replace(plain, factor=factor, low_freq_factor=low, high_freq_factor=high)
 
 
-def _yarn(rope: Fields, theta: float, original: int, share: float, positions: int) -> RopeConfig:
-    factor = rope.positive_float("factor", positions / original)
+def _yarn(rope: Fields, plain: RopeConfig, factor: float) -> RopeConfig:
+    """Return the type's parameters; `factor` is the default of theirs."""
+    factor = rope.positive_float("factor", factor)
     amplitude = _yarn_amplitude(factor, 1.0)
     scale, scale_all = rope.raw.get("mscale"), rope.raw.get("mscale_all_dim")
     if scale and scale_all:
         amplitude = _yarn_amplitude(factor, rope.positive_float("mscale"))
         amplitude /= _yarn_amplitude(factor, rope.positive_float("mscale_all_dim"))
-    return RopeConfig(
-        "yarn",
-        theta,
-        factor,
-        original_max_position_embeddings=original,
-        share=share,
+    return replace(
+        plain,
+        factor=factor,
         amplitude=rope.positive_float("attention_factor", amplitude),
         beta_fast=rope.positive_float("beta_fast", 32.0),
         beta_slow=rope.positive_float("beta_slow", 1.0),
@@ -213,24 +212,21 @@ def _yarn_amplitude(factor: float, scale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
-def _longrope(
-    rope: Fields, theta: float, original: int, share: float, positions: int, head_dim: int
-) -> RopeConfig:
-    factor = rope.positive_float("factor", positions / original)
+def _longrope(rope: Fields, plain: RopeConfig, factor: float, head_dim: int) -> RopeConfig:
+    """Return the type's parameters; `factor` is the default of theirs."""
+    factor = rope.positive_float("factor", factor)
     amplitude = 1.0
     if factor > 1.0:
+        original = plain.original_max_position_embeddings
         amplitude = math.sqrt(1 + math.log(factor) / math.log(original))
-    pairs = int(head_dim * share) // 2
+    pairs = plain.rotated(head_dim) // 2
     short, long = rope.positive_floats("short_factor"), rope.positive_floats("long_factor")
     for name, factors in (("short_factor", short), ("long_factor", long)):
         if len(factors) != pairs:
             raise rope.error(f"{name} has {len(factors)} numbers; it must have {pairs}")
-    return RopeConfig(
-        "longrope",
-        theta,
-        factor,
-        original_max_position_embeddings=original,
-        share=share,
+    return replace(
+        plain,
+        factor=factor,
         amplitude=rope.positive_float("attention_factor", amplitude),
         short_factors=short,
         long_factors=long,
