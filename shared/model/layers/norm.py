@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 from pagewire.kernels import Ops
-from pagewire.shared.model.layers.parameters import NamedTarget
+from pagewire.shared.model.layers.parameters import NamedTarget, Parameters
 from pagewire.shared.model.shard import Communicator, Cut
 
 
 @dataclass(eq=False, slots=True)
-class RmsNorm:
+class RmsNorm(Parameters):
     """RMS normalisation of the residual stream, after adding the output of the layer before.
 
     Attributes:
@@ -50,13 +50,9 @@ class RmsNorm:
         if self.plus_one:
             self.weight.add_(1.0)
 
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the weight as it is on the device."""
-        yield self.weight
-
 
 @dataclass(eq=False, slots=True)
-class LayerNorm:
+class LayerNorm(Parameters):
     """Layer normalisation without a bias, in plain torch; otherwise as `RmsNorm`.
 
     Attributes:
@@ -79,16 +75,9 @@ class LayerNorm:
         """Yield the tensor that the checkpoint's weight fills."""
         yield "weight", self.weight
 
-    def finish(self) -> None:
-        """Do nothing: the weight is stored as a checkpoint has it."""
-
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the weight as it is on the device."""
-        yield self.weight
-
 
 @dataclass(eq=False, slots=True)
-class SplitRmsNorm:
+class SplitRmsNorm(Parameters):
     """RMS normalisation of rows of which each rank has a part, in plain torch.
 
     Attributes:
@@ -118,13 +107,6 @@ class SplitRmsNorm:
     def targets(self) -> Iterator[NamedTarget]:
         """Yield this rank's part of the weight, and where it is in the checkpoint's."""
         yield "weight", self.weight, (self.cut,)
-
-    def finish(self) -> None:
-        """Do nothing: the weight is stored as a checkpoint has it."""
-
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of the weight."""
-        yield self.weight
 
 
 Norm = RmsNorm | LayerNorm | SplitRmsNorm

@@ -49,12 +49,13 @@ class Parameters(Protocol):
         ...
 
     def finish(self) -> None:
-        """Convert what was filled from the checkpoint's form; call once, after filling."""
-        ...
+        """Convert what was filled, if the checkpoint has another form; call once, after filling."""
+        return
 
     def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors that stay in memory, each once."""
-        ...
+        """Yield the tensors that stay in memory, each once: by default those that are filled."""
+        for _, tensor, *_ in self.targets():
+            yield tensor
 
 
 # The name of a layer, and parameters that it has.
@@ -74,7 +75,7 @@ def join_name(layer: str, name: str) -> str:
 
 
 @dataclass(eq=False, slots=True)
-class PlainTensor:
+class PlainTensor(Parameters):
     """A tensor that is stored as a checkpoint has it."""
 
     name: str
@@ -84,13 +85,6 @@ class PlainTensor:
     def targets(self) -> Iterator[NamedTarget]:
         """Yield the tensor and its name, for the checkpoint to fill."""
         yield self.name, self.tensor, self.cuts
-
-    def finish(self) -> None:
-        """Do nothing: the checkpoint's form is the one that is used."""
-
-    def stored(self) -> Iterator[torch.Tensor]:
-        """Yield the tensor as it is on the device."""
-        yield self.tensor
 
 
 class Method(Parameters, Protocol):
