@@ -152,10 +152,7 @@ def _build(
     limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
     hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
     scheduler = Scheduler(limits, pool, hasher)
-    vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
-    constraints = Constraints(MaskFiller(vocabulary, config.vocab_size))
-    parts = ranks, loaded.communicator, constraints
-    core = _core(scheduler, runner, *parts, overlap=device.type == "cuda")
+    core = _core(loaded, scheduler, runner, ranks)
     _learn_prices(core, runner, learns_prices)
     return BuiltEngine(
         core=core,
@@ -229,17 +226,14 @@ def _prepare(
 
 
 def _core(
-    scheduler: Scheduler,
-    runner: ModelRunner,
-    ranks: RankGroup,
-    communicator: RankCommunicator | None,
-    constraints: Constraints,
-    *,
-    overlap: bool,
+    loaded: ModelPart, scheduler: Scheduler, runner: ModelRunner, ranks: RankGroup
 ) -> EngineCore:
-    if communicator is None:
+    config, overlap = loaded.config, loaded.device.type == "cuda"
+    vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
+    constraints = Constraints(MaskFiller(vocabulary, config.vocab_size))
+    if loaded.communicator is None:
         return EngineCore(scheduler, runner, overlap, constraints=constraints)
-    executor = RanksExecutor(runner, ranks, communicator)
+    executor = RanksExecutor(runner, ranks, loaded.communicator)
     return EngineCore(scheduler, executor, overlap, [executor], constraints)
 
 
