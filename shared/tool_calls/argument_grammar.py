@@ -22,10 +22,12 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NOT_IN_NAMES = re.compile("[^a-z0-9]")  # characters that names of rules cannot have
 
 
-class KeywordRules:
-    """The rules of keyword arguments such as `a=1, b="x"`, made from the schema of an object.
+def add_keywords(
+    prefix: str, schema: dict[str, Any], rules: LarkRules, constants: bool, lenient: bool
+) -> str:
+    """Add the rules of keyword arguments such as `a=1, b="x"`; return the expression of them all.
 
-    Properties come in the schema's order, then any others that it allows.
+    It may match no keyword. Properties come in the schema's order, then any others that it allows.
 
     Args:
         prefix: prefix of the rules' names.
@@ -34,49 +36,29 @@ class KeywordRules:
         constants: constants may be written as in Python: `True`, `None`.
         lenient: see `json_rule` and `shape_of`.
     """
-
-    def __init__(
-        self,
-        prefix: str,
-        schema: dict[str, Any],
-        rules: LarkRules,
-        constants: bool,
-        lenient: bool = False,
-    ) -> None:
-        self._prefix, self._rules = prefix, rules
-        self._shape = shape_of(schema, lenient)
-        self._names = named(self._shape, _IDENTIFIER, lenient)
-        self._values: ValueSchemas | PythonValues = (
-            PythonValues(f"{prefix}_n", schema, rules, lenient)
-            if constants
-            else ValueSchemas(schema, rules, lenient)
-        )
-
-    def add(self) -> str:
-        """Add the rules; return the expression of the keywords, which may match no keyword."""
-        shape, prefix, names = self._shape, self._prefix, self._names
-        if shape.others is False:
-            if not names:
-                return ""
-            first_other = more_other = '""'
-        else:
-            first_other, more_other = self._add_others()
-        keywords = [
-            f'"{name}=" {self._values.add(f"{prefix}_v{index}", shape.properties[name])}'
-            for index, name in enumerate(names)
-        ]
-        may_skip = [name not in shape.required for name in names]
-        return add_chain(self._rules, prefix, keywords, may_skip, first_other, more_other)
-
-    def _add_others(self) -> tuple[str, str]:
-        """Add the rules of other keywords; return their expressions: first, and after a comma."""
-        value = self._values.add(f"{self._prefix}_other_value", self._shape.others)
-        name = other_name(
-            "[A-Za-z_][A-Za-z0-9_]{0,63}", "=", (*self._names, *sorted(self._shape.excluded))
-        )
-        keyword = f"{self._rules.add_shared(f'{self._prefix}_OTHER'.upper(), name)} {value}"
-        most = MAX_ARGUMENTS
-        return f'({keyword} (", " {keyword}){{0,{most}}})?', f'(", " {keyword}){{0,{most}}}'
+    shape = shape_of(schema, lenient)
+    names = named(shape, _IDENTIFIER, lenient)
+    values: ValueSchemas | PythonValues = (
+        PythonValues(f"{prefix}_n", schema, rules, lenient)
+        if constants
+        else ValueSchemas(schema, rules, lenient)
+    )
+    first_other = more_other = '""'
+    if shape.others is not False:
+        value = values.add(f"{prefix}_other_value", shape.others)
+        excluded = (*names, *sorted(shape.excluded))
+        other = other_name("[A-Za-z_][A-Za-z0-9_]{0,63}", "=", excluded)
+        keyword = f"{rules.add_shared(f'{prefix}_OTHER'.upper(), other)} {value}"
+        more_other = f'(", " {keyword}){{0,{MAX_ARGUMENTS}}}'
+        first_other = f"({keyword} {more_other})?"
+    elif not names:
+        return ""
+    keywords = [
+        f'"{name}=" {values.add(f"{prefix}_v{index}", shape.properties[name])}'
+        for index, name in enumerate(names)
+    ]
+    may_skip = [name not in shape.required for name in names]
+    return add_chain(rules, prefix, keywords, may_skip, first_other, more_other)
 
 
 def named(shape: ArgumentShape, right: re.Pattern[str], lenient: bool) -> list[str]:

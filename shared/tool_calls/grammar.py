@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pagewire.shared.grammar.lark_rules import LarkRules, literal, quoted, regex
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
-    KeywordRules,
+    add_keywords,
     json_rule,
     rule_of_arguments,
     schema_problems,
@@ -85,84 +86,79 @@ def tools_grammar(
         InvalidRequestError: no grammar can express a function's schema, or the grammar becomes too
             large with it.
     """
-    return _Grammar(form, wanted, reasoning, begins, tokens).text(content)
+    return _Grammar(form, wanted, reasoning, begins, Markers(tokens)).text(content)
 
 
+@dataclass(slots=True)
 class _Grammar:
     """Collects the rules of the grammar for one request's answer."""
 
-    def __init__(
-        self,
-        form: ToolFormat,
-        wanted: AllowedCalls,
-        reasoning: ReasoningFormat | None,
-        begins: Begins,
-        tokens: Mapping[str, int],
-    ) -> None:
-        self._form, self._wanted = form, wanted
-        self._reasoning, self._begins = reasoning, begins
-        self._markers = Markers(tokens)
-        self._rules = LarkRules()
+    form: ToolFormat
+    wanted: AllowedCalls
+    reasoning: ReasoningFormat | None
+    begins: Begins
+    markers: Markers
+    rules: LarkRules = field(default_factory=LarkRules)
 
     def text(self, content: str) -> str:
         """Return the grammar's text; `content` is the form that content must have."""
         before = ""
-        if self._reasoning is not None:
-            before = add_reasoning(self._rules, self._reasoning, self._begins, self._markers)
-            before += "" if self._begins == "inside" else "?"
+        if self.reasoning is not None:
+            before = add_reasoning(self.rules, self.reasoning, self.begins, self.markers)
+            before += "" if self.begins == "inside" else "?"
         # Such a call is content: it is neither a required call nor a form.
-        no_call = "" if self._wanted.must_call or content else self._form.no_call
+        no_call = "" if self.wanted.must_call or content else self.form.no_call
         calls = self._add_calls(no_call)
-        if self._wanted.must_call:
+        if self.wanted.must_call:
             start = f"{before} {calls}"
         elif content:
             start = f"{before} ({content} | {calls})"
         else:
             start = f"{before} ({self._add_text()} | {self._add_triggered()})"
         # A model may write the end of a tag and the text after it as one token.
-        return self._rules.text(start, forces=False)
+        return self.rules.text(start, forces=False)
 
     def _literal(self, text: str) -> str:
         """Return the expression of a text; the place of a call's number stands for digits."""
-        parts = (literal(part, self._markers) for part in text.split(ID_PLACE))
+        parts = (literal(part, self.markers) for part in text.split(ID_PLACE))
         return " CALL_NUMBER ".join(parts)
 
     def _add_calls(self, no_call: str) -> str:
         """Add the rules of calls; return the name of the rule of all calls."""
-        form, functions = self._form, self._wanted.functions
+        form, functions = self.form, self.wanted.functions
         if no_call:
             functions += (Function(no_call),)
         if ID_PLACE in form.shape:
-            self._rules["CALL_NUMBER"] = regex("[0-9]{1,3}")
-        self._rules["call"] = " | ".join(
+            self.rules["CALL_NUMBER"] = regex("[0-9]{1,3}")
+        self.rules["call"] = " | ".join(
             self._add_function(index, function) for index, function in enumerate(functions)
         )
         marker, close = self._literal(form.open), self._literal(form.close)
         separator = self._literal(form.separator)
         if form.is_list:
             more = self._repeated(f"{separator} call")
-            self._rules["listed"] = f"{self._literal(form.begin)} call {more} {self._end()}"
-            self._rules["calls"] = f"{self._may_open()} {marker} listed"
+            self.rules["listed"] = f"{self._literal(form.begin)} call {more} {self._end()}"
+            self.rules["calls"] = f"{self._may_open()} {marker} listed"
         else:
-            self._rules["closed"] = f"call {close}"
+            self.rules["closed"] = f"call {close}"
             more = self._repeated(f"{separator} {marker} closed")
-            self._rules["calls"] = f"{marker} closed {more}"
+            self.rules["calls"] = f"{marker} closed {more}"
         return "calls"
 
     def _may_open(self) -> str:
         """Return the expression of `may_open`; empty if the tokenizer lacks this token."""
-        marker = self._form.may_open
-        return f"{self._literal(marker)}?" if marker in self._markers.ids else ""
+        marker = self.form.may_open
+        return f"{self._literal(marker)}?" if marker in self.markers.ids else ""
 
     def _end(self) -> str:
-        return self._literal(self._form.end + self._form.close)
+        return self._literal(self.form.end + self.form.close)
 
     def _repeated(self, more: str) -> str:
-        return "" if self._wanted.only_one else f"({more}){{0,{MAX_CALLS - 1}}}"
+        return "" if self.wanted.only_one else f"({more}){{0,{MAX_CALLS - 1}}}"
 
     def _add_triggered(self) -> str:
         """Add the rules of text and calls after it; return their expression."""
-        form = self._form
+        form = self.form
         if not form.open:
             return f"{self._may_open()} {self._unopened()} {self._end()}"
         trigger = self._add_trigger()
@@ -182,25 +178,25 @@ class _Grammar:
         """Return the expression of calls with which an answer begins."""
         first = " | ".join(
             f"{self._first_head(function.name)} body_{index}"
-            for index, function in enumerate(self._wanted.functions)
+            for index, function in enumerate(self.wanted.functions)
         )
         return f"({first}) {self._more_listed()}"
 
     def _more_listed(self) -> str:
-        form = self._form
+        form = self.form
         return self._repeated(f"{self._literal(form.separator)} call") if form.is_list else ""
 
     def _unopened_later(self) -> str:
         """Return the expression of text and calls that begin with the format's `unopened`."""
-        begin, expressions = self._form.unopened, []
-        is_marker = self._form.kind != "xml"
-        for index, function in enumerate(self._wanted.functions):
+        begin, expressions = self.form.unopened, []
+        is_marker = self.form.kind != "xml"
+        for index, function in enumerate(self.wanted.functions):
             head = self._head(function)
             if is_marker:
                 start = self._literal(head.removeprefix(begin))
             else:  # with another name, or without the line's end, it may be text
                 start = f"unopened_{index}"
-                self._rules[f"{start}[lazy]"] = _text(quoted(head), self._not_text())
+                self.rules[f"{start}[lazy]"] = _text(quoted(head), self._not_text())
             expressions.append(f"{start} body_{index}")
         first = self._until("unopened", begin) if is_marker else ""
         return f"{first} ({' | '.join(expressions)}) {self._more_listed()}"
@@ -210,7 +206,7 @@ class _Grammar:
 
         It is one terminal with any spaces: a text that begins like the call must not fit better.
         """
-        form = self._form
+        form = self.form
         if form.kind == "python":
             return regex(f"{_loose(form.begin)}{quoted(name)}{_SOME_SPACES}\\(")
         before, after = form.shape.partition("<arguments>")[0].split("<name>")
@@ -222,7 +218,7 @@ class _Grammar:
 
     def _add_trigger(self) -> str:
         """Add the rules of text up to a call; return their expression."""
-        form = self._form
+        form = self.form
         trigger = self._until("call_begin", form.open)
         if not form.other_opens:
             return trigger
@@ -234,62 +230,62 @@ class _Grammar:
 
     def _until(self, name: str, marker: str) -> str:
         """Add the rule of text up to a marker; return the expression of both."""
-        return _add_until(self._rules, self._markers, name, marker, self._not_text())
+        return _add_until(self.rules, self.markers, name, marker, self._not_text())
 
     def _not_text(self) -> list[str]:
         """Return patterns of beginnings with which an answer is not text."""
-        texts, form, begin = [], self._reasoning, self._form.begin
-        if form is not None and self._begins != "inside" and form.open not in self._markers.ids:
+        texts, form, begin = [], self.reasoning, self.form.begin
+        if form is not None and self.begins != "inside" and form.open not in self.markers.ids:
             texts.append(quoted(form.open))
-        if not self._form.open:
-            names = "|".join(quoted(function.name) for function in self._wanted.functions)
+        if not self.form.open:
+            names = "|".join(quoted(function.name) for function in self.wanted.functions)
             before = f"{quoted(begin.strip())}{_SPACES}" if begin else ""
-            call = _CALLS[self._form.kind].replace("<names>", names)
+            call = _CALLS[self.form.kind].replace("<names>", names)
             texts.append(f"{before}{call}")
         return texts
 
     def _add_text(self) -> str:
         """Add the rule of an answer that is only text; return its expression."""
         excluded = self._not_text()
-        if not self._form.open and self._reasoning is not None:
+        if not self.form.open and self.reasoning is not None:
             excluded.append(quoted("\n"))  # else line breaks before a call would begin a text
-        self._rules["TEXT"] = _text("", excluded)
-        form = self._reasoning
+        self.rules["TEXT"] = _text("", excluded)
+        form = self.reasoning
         tags = (form.answer_open, form.answer_close) if form is not None else ()
         # A tag that is not a token of its own is matched by `TEXT` as well.
-        if not any(tag in self._markers.ids for tag in tags):
+        if not any(tag in self.markers.ids for tag in tags):
             return "TEXT"
         before, after = ((f"{self._literal(tag)}?") for tag in tags)
         return f"{before} TEXT {after}"
 
     def _head(self, function: Function) -> str:
-        name, before = function.name, self._form.before
-        if self._form.kind == "xml":
+        name, before = function.name, self.form.before
+        if self.form.kind == "xml":
             return f"{before}{FUNCTION}{name}>\n"
-        if self._form.kind == "object":
-            return before + self._form.head(name)
-        return f"{before}{name}(" if self._form.kind == "python" else before + name
+        if self.form.kind == "object":
+            return before + self.form.head(name)
+        return f"{before}{name}(" if self.form.kind == "python" else before + name
 
     def _add_function(self, index: int, function: Function) -> str:
         """Add the rules of a function's arguments; return the expression of its call."""
         with schema_problems(rule_of_arguments(index, function.name)):
             arguments, end = self._add_arguments(index, function)
-            before, after = map(self._literal, (self._form.mark, end + self._form.after))
+            before, after = map(self._literal, (self.form.mark, end + self.form.after))
             parts = (before, arguments, after)
-            self._rules[f"body_{index}"] = " ".join(part for part in parts if part)
+            self.rules[f"body_{index}"] = " ".join(part for part in parts if part)
         return f"{self._literal(self._head(function))} body_{index}"
 
     def _add_arguments(self, index: int, function: Function) -> tuple[str, str]:
         """Add the rules of a function's arguments; return their expression and the text after."""
-        prefix, form = f"body_{index}", self._form
-        schema, lenient = function.schema, self._wanted.lenient
+        prefix, form = f"body_{index}", self.form
+        schema, lenient = function.schema, self.wanted.lenient
         if form.kind == "python":
-            keywords = KeywordRules(prefix, schema, self._rules, form.python_constants, lenient)
-            return keywords.add(), ")"
+            constants = form.python_constants
+            return add_keywords(prefix, schema, self.rules, constants, lenient), ")"
         if form.kind == "xml":
-            return XmlParameterRules(prefix, schema, self._rules, lenient).add(), FUNCTION_END
+            return XmlParameterRules(prefix, schema, self.rules, lenient).add(), FUNCTION_END
         arguments = rule_of_arguments(index, function.name)
-        self._rules[arguments] = json_rule(schema, lenient)
+        self.rules[arguments] = json_rule(schema, lenient)
         return arguments, form.tail if form.kind == "object" else ""
 
 
