@@ -17,8 +17,6 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     Embed,
     FinishReason,
-    RefusalReason,
-    Refused,
     TokenBatch,
     TokenOutput,
     clip_text,
@@ -27,6 +25,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.embedding_sequence import finished_embedding, pooled_sequence
 from pagewire.shared.engine.step_output import StepOutput
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -76,16 +75,16 @@ class EmbeddingJobs:
         try:
             self._check(peer_id, message)
         except InvalidRequestError as exc:
-            self._refuse(job, "invalid", str(exc), exc.param)
+            self._refuse(job, Refusal("invalid", str(exc), exc.param))
             return
         if self._is_draining():
-            self._refuse(job, "draining", "shutting down")
+            self._refuse(job, Refusal("draining", "shutting down"))
             return
         self._jobs[job.engine_id] = self._by_router[peer_id, message.request_id] = job
         try:
             self._engine.submit(lambda core: self._add(core, job))
         except OverloadedError as exc:
-            self._on_not_added(job, "overloaded", str(exc))
+            self._on_not_added(job, Refusal("overloaded", str(exc)))
 
     def cancel(self, peer_id: str, request_id: str) -> None:
         """End a job of a router. Does nothing if it has already ended."""
@@ -138,25 +137,20 @@ class EmbeddingJobs:
             sequence.strikes = asked.strikes
             core.sequences.add(sequence)
         except InvalidRequestError as exc:
-            self._engine.in_loop(self._on_not_added)(job, "invalid", str(exc), "input")
+            refusal = Refusal("invalid", str(exc), "input")
+            self._engine.in_loop(self._on_not_added)(job, refusal)
         except OverloadedError as exc:
-            self._engine.in_loop(self._on_not_added)(job, "overloaded", str(exc))
+            self._engine.in_loop(self._on_not_added)(job, Refusal("overloaded", str(exc)))
 
-    def _on_not_added(
-        self, job: _Job, reason: RefusalReason, text: str, param: str | None = None
-    ) -> None:
+    def _on_not_added(self, job: _Job, refusal: Refusal) -> None:
         if self._forget(job):
-            self._refuse(job, reason, text, param)
+            self._refuse(job, refusal)
 
-    def _refuse(
-        self, job: _Job, reason: RefusalReason, text: str, param: str | None = None
-    ) -> None:
+    def _refuse(self, job: _Job, refusal: Refusal) -> None:
+        reason, text, _ = refusal
         log = about(job.message.log_id)
         logger.info("%s is refused, %s: %s", job.engine_id, reason, text, extra=log)
-        refused = Refused(
-            request_id=job.message.request_id, reason=reason, message=clip_text(text), param=param
-        )
-        self._post(job.peer_id, refused)
+        self._post(job.peer_id, refusal.message(job.message.request_id))
 
     def _forget(self, job: _Job) -> bool:
         """Remove a job that has ended; return whether it was known."""

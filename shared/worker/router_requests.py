@@ -29,11 +29,8 @@ from pagewire.shared.control.protocol import (
     ControlMessage,
     Generate,
     LoadReport,
-    RefusalReason,
-    Refused,
     TokenBatch,
     TokenOutput,
-    clip_text,
 )
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.sequence import Sequence, new_sequence
@@ -42,6 +39,7 @@ from pagewire.shared.request.logprobs import PromptLogprobs
 from pagewire.shared.transfer.job_messages import PrefillDone
 from pagewire.shared.worker.decode_request import DecodeRequest
 from pagewire.shared.worker.engine_handle import EngineHandle
+from pagewire.shared.worker.refusal import Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -109,10 +107,10 @@ class RouterRequests:
         try:
             self._check(peer_id, message)
         except InvalidRequestError as exc:
-            self._refuse(group, "invalid", str(exc), exc.param)
+            self._refuse(group, Refusal("invalid", str(exc), exc.param))
             return
         if self.is_draining():
-            self._refuse(group, "draining", "shutting down")
+            self._refuse(group, Refusal("draining", "shutting down"))
             return
         for request in group:
             self._requests[request.engine_id] = request
@@ -121,7 +119,7 @@ class RouterRequests:
         try:
             self.engine.submit(lambda core: self._add(core, group))
         except OverloadedError as exc:
-            self._on_not_added(group, "overloaded", str(exc))
+            self._on_not_added(group, Refusal("overloaded", str(exc)))
 
     def _check(self, peer_id: str, message: Generate) -> None:
         message.spec.validate()
@@ -137,23 +135,12 @@ class RouterRequests:
         if len(ids) <= len(message.forks) or any((peer_id, i) in self._by_router for i in ids):
             raise InvalidRequestError("another request has this id", "request_id")
 
-    def _refuse(
-        self,
-        group: list[DecodeRequest],
-        reason: RefusalReason,
-        text: str,
-        param: str | None = None,
-    ) -> None:
+    def _refuse(self, group: list[DecodeRequest], refusal: Refusal) -> None:
+        reason, text, _ = refusal
         for request in group:
             logger.info("%s is refused, %s: %s", request.engine_id, reason, text, extra=request.log)
             request.end_span(reason, text)
-            refused = Refused(
-                request_id=request.message.request_id,
-                reason=reason,
-                message=clip_text(text),
-                param=param,
-            )
-            self.post(request.peer_id, refused)
+            self.post(request.peer_id, refusal.message(request.message.request_id))
 
     def _add(self, core: EngineCore, group: list[DecodeRequest]) -> None:
         """Queue the sequences of requests with one prompt. Runs in the engine's thread."""
@@ -161,9 +148,10 @@ class RouterRequests:
         try:
             core.sequences.add(first, tuple(others))
         except InvalidRequestError as exc:
-            self.engine.in_loop(self._on_not_added)(group, "invalid", str(exc), exc.param)
+            refusal = Refusal("invalid", str(exc), exc.param)
+            self.engine.in_loop(self._on_not_added)(group, refusal)
         except OverloadedError as exc:
-            self.engine.in_loop(self._on_not_added)(group, "overloaded", str(exc))
+            self.engine.in_loop(self._on_not_added)(group, Refusal("overloaded", str(exc)))
 
     def _new_sequence(self, request: DecodeRequest) -> Sequence:
         message = request.message
@@ -179,14 +167,8 @@ class RouterRequests:
         sequence.strikes = message.strikes
         return sequence
 
-    def _on_not_added(
-        self,
-        group: list[DecodeRequest],
-        reason: RefusalReason,
-        text: str,
-        param: str | None = None,
-    ) -> None:
-        self._refuse([each for each in group if self._forget(each)], reason, text, param)
+    def _on_not_added(self, group: list[DecodeRequest], refusal: Refusal) -> None:
+        self._refuse([each for each in group if self._forget(each)], refusal)
 
     def _cancel(self, request: DecodeRequest) -> None:
         if self._forget(request):
