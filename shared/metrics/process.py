@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, InfoMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Info, ProcessCollector
 
 from pagewire import __version__
 from pagewire.shared.control.protocol import PROTOCOL_VERSION
-from pagewire.shared.metrics.numbers import PlainHistogram
+from pagewire.shared.metrics.numbers import PlainCounter, PlainHistogram
 
 LAG_INTERVAL_S = 0.25
 MAX_MISSED = 2400  # missed ticks counted for one stall: ten minutes
@@ -25,23 +23,11 @@ def describe_process(registry: CollectorRegistry, restarts: int) -> None:
         restarts: how often a supervisor has started this process again.
     """
     ProcessCollector(registry=registry)
-    registry.register(_Identity(restarts))
-
-
-class _Identity:
-    def __init__(self, restarts: int) -> None:
-        self._restarts = restarts
-
-    def collect(self) -> Iterator[Metric]:
-        labels = {"version": __version__, "protocol": str(PROTOCOL_VERSION)}
-        yield InfoMetricFamily(
-            "pagewire_build", "Release and protocol version of this process", labels
-        )
-        yield CounterMetricFamily(
-            "pagewire_restarts",
-            "Times that `pagewire up` has started this process again",
-            value=self._restarts,
-        )
+    text = "Release and protocol version of this process"
+    build = Info("pagewire_build", text, registry=registry)
+    build.info({"version": __version__, "protocol": str(PROTOCOL_VERSION)})
+    text = "Times that `pagewire up` has started this process again"
+    PlainCounter("pagewire_restarts", text, {}, registry).value = restarts
 
 
 class LoopLag:

@@ -13,6 +13,7 @@ from pagewire.shared.cluster.worker_record import WorkerLoad
 from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.metrics.faults import labelled
 from pagewire.shared.metrics.load import load_families
 
 LocalPrefill = Literal["short", "chosen", "no_worker", "no_link", "failed"]
@@ -74,11 +75,8 @@ class EngineCollector:
         )
         yield _builds()
         yield _prediction_errors(snapshot.prices)
-        preemptions = CounterMetricFamily(
-            "vllm:num_preemptions", "Sequences preempted", labels=["model_name"]
-        )
-        preemptions.add_metric([self._model_name], snapshot.num_preemptions)
-        yield preemptions
+        preemptions = {self._model_name: snapshot.num_preemptions}
+        yield labelled("vllm:num_preemptions", "Sequences preempted", "model_name", preemptions)
 
 
 def _builds() -> Metric:
