@@ -29,7 +29,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.pending import PendingTokens
-from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
+from pagewire.shared.engine.execution.step_inputs import HostStep, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.schedule import Schedule, SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -93,8 +93,8 @@ class InstantRunner(ModelRunner):
 
     def _prepare_chunks(self, chunks: list[PrefillChunk]) -> None:
         shape = StepShape(0, sum(chunk.length for chunk in chunks), len(chunks))
-        tables, padding = self.state.host_tables, self.state.padding_slot
-        StepInputs.build_padded([], chunks, BLOCK_SIZE, tables, shape, padding)
+        step = HostStep([], chunks, BLOCK_SIZE, self.state.host_tables)
+        StepInputs.build_padded(step, shape, self.state.padding_slot)
 
 
 Engine = tuple[EngineCore, TimedScheduler, InstantRunner]

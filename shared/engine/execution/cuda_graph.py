@@ -24,7 +24,7 @@ import torch
 from pagewire.kernels.prefill_tiles import LONGEST_UNSPLIT
 from pagewire.shared.engine.execution.builds import BUILDS
 from pagewire.shared.engine.execution.sampling_stage import Sampled, StaticRows
-from pagewire.shared.engine.execution.step_inputs import BlockTables, StepInputs, StepShape
+from pagewire.shared.engine.execution.step_inputs import HostStep, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 # Tokens of captured steps with chunks. There is none between 384 and 512, and above 640 all are
@@ -256,7 +256,6 @@ class PrefillGraphs:
     """
 
     shapes: list[StepShape]
-    block_size: int
     padding_slot: int
     _inputs: dict[StepShape, StepInputs] = field(default_factory=dict)
     _graphs: dict[StepShape, torch.cuda.CUDAGraph] = field(default_factory=dict)
@@ -275,10 +274,11 @@ class PrefillGraphs:
         progress: Callable[[str], None],
     ) -> PrefillGraphs:
         """Capture a forward at each shape."""
-        graphs = cls(shapes, block_size, padding_slot)
-        tables = np.zeros((0, num_groups, 0), np.int64)
+        graphs = cls(shapes, padding_slot)
+        empty = HostStep([], [], block_size, np.zeros((0, num_groups, 0), np.int64))
         for shape in reversed(shapes):
-            graphs._inputs[shape] = inputs = graphs._padded([], [], shape, tables).to(device)
+            inputs = StepInputs.build_padded(empty, shape, padding_slot).to(device)
+            graphs._inputs[shape] = inputs
             rows = f", up to {shape.num_decodes} decode rows" if shape.num_decodes else ""
             context = "" if shape.max_context is None else f", context up to {shape.max_context}"
             name = f"{shape.num_tokens} tokens{rows}, chunks up to {shape.num_chunks}{context}"
@@ -309,27 +309,11 @@ class PrefillGraphs:
         """Return the events that a replay records."""
         return self._events[shape]
 
-    def forward(
-        self,
-        decodes: list[int],
-        chunks: list[PrefillChunk],
-        shape: StepShape,
-        tables: BlockTables,
-    ) -> None:
-        """Run the forward of a step of decode rows, in these device slots, and chunks."""
-        inputs = self._padded(decodes, chunks, shape, tables)
+    def forward(self, step: HostStep, shape: StepShape) -> None:
+        """Run the forward of a step that this shape has room for."""
+        inputs = StepInputs.build_padded(step, shape, self.padding_slot)
         _copy(inputs.buffer, self._inputs[shape].buffer)
         self._graphs[shape].replay()
-
-    def _padded(
-        self,
-        decodes: list[int],
-        chunks: list[PrefillChunk],
-        shape: StepShape,
-        tables: BlockTables,
-    ) -> StepInputs:
-        slot = self.padding_slot
-        return StepInputs.build_padded(decodes, chunks, self.block_size, tables, shape, slot)
 
 
 def _copy(host: torch.Tensor, target: torch.Tensor) -> None:

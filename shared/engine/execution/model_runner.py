@@ -50,7 +50,7 @@ from pagewire.shared.engine.execution.sampling_stage import (
     StaticRows,
 )
 from pagewire.shared.engine.execution.scoring import Scoring
-from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs
+from pagewire.shared.engine.execution.step_inputs import HostStep, Rounding, StepInputs
 from pagewire.shared.engine.scheduling.step import (
     Expect,
     Export,
@@ -188,7 +188,7 @@ class ModelRunner:
         prefills = self.prefill_graphs
         if prefills is None or (shape := prefills.shape_of(len(slots), chunks)) is None:
             return None
-        prefills.forward(slots, chunks, shape, self.state.host_tables)
+        prefills.forward(HostStep(slots, chunks, self.block_size, self.state.host_tables), shape)
         if self._records_groups:
             self._group_events = prefills.events_of(shape)
         return self._static_rows([*slots, *_sampling_slots(chunks)])
@@ -261,9 +261,8 @@ class ModelRunner:
         state = self.state
         on_layer_end = self._event_recorder(self._group_events) if self._records_groups else None
         if chunks:
-            tables = state.host_tables
-            inputs = StepInputs.build(slots, chunks, self.block_size, tables, self.rounding)
-            inputs = inputs.to(state.device)
+            step = HostStep(slots, chunks, self.block_size, state.host_tables)
+            inputs = StepInputs.build(step, self.rounding).to(state.device)
             reads_all = any(chunk.reads_hidden_states for chunk in chunks)
             wanted = None if reads_all else inputs.sample_rows
             hidden = self._hidden_states(inputs, on_layer_end, wanted)

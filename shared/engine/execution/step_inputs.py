@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,22 @@ from pagewire.shared.model.inputs import ForwardBatch
 
 _Integers = npt.NDArray[np.int64]
 BlockTables = npt.NDArray[np.int64]  # [device slots, G, blocks of a sequence], on the host
+
+
+class HostStep(NamedTuple):
+    """A step as the host knows it.
+
+    Attributes:
+        decodes: device slots of the decode rows.
+        chunks: of prompts.
+        block_size: tokens of a block.
+        tables: the device slots' block tables.
+    """
+
+    decodes: list[int]
+    chunks: list[PrefillChunk]
+    block_size: int
+    tables: BlockTables
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,23 +120,14 @@ class StepInputs:
     lengths: tuple[tuple[int, int], ...] | None = None
 
     @classmethod
-    def build(
-        cls,
-        decodes: list[int],
-        chunks: list[PrefillChunk],
-        block_size: int,
-        tables: BlockTables,
-        rounding: Rounding | None = None,
-    ) -> StepInputs:
-        """Lay out the inputs of decode rows and chunks.
+    def build(cls, step: HostStep, rounding: Rounding | None = None) -> StepInputs:
+        """Lay out the inputs of a step with at least one chunk.
 
         Args:
-            decodes: device slots.
-            chunks: at least one.
-            block_size: tokens of a block.
-            tables: the device slots' block tables.
+            step: the step.
             rounding: pads rows and tokens as `build_padded` does; None adds none.
         """
+        decodes, chunks, block_size, tables = step
         rows, samples = len(decodes), len(decodes) + sum(chunk.samples for chunk in chunks)
         tokens = len(decodes) + sum(chunk.length for chunk in chunks)
         longest, slot = max(chunk.length for chunk in chunks), 0
@@ -128,31 +136,23 @@ class StepInputs:
             tokens = rounding.tokens_for(max(tokens, rows))
             longest, slot = max(longest, rounding.tokens[0]), rounding.padding_slot
         counts, groups = (rows, tokens, len(chunks), samples), tables.shape[1]
-        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), slot)
+        flat = _lay_out(step, _sizes(*counts, groups), slot)
         blocks = -(-max(chunk.end for chunk in chunks) // block_size)
         lengths = tuple((chunk.length, chunk.end) for chunk in chunks)
         return cls(torch.from_numpy(flat), *counts, longest, groups, blocks, lengths)
 
     @classmethod
-    def build_padded(
-        cls,
-        decodes: list[int],
-        chunks: list[PrefillChunk],
-        block_size: int,
-        tables: BlockTables,
-        shape: StepShape,
-        padding_slot: int,
-    ) -> StepInputs:
-        """Lay out the inputs of decode rows and chunks, perhaps none, in a shape for more.
+    def build_padded(cls, step: HostStep, shape: StepShape, padding_slot: int) -> StepInputs:
+        """Lay out the inputs of a step, perhaps without any rows, in a shape for more.
 
         Padding rows have the padding device slot. Padding tokens belong to no chunk, and their KV
         is not written; padding chunks are empty. Tokens that padding samples go to the padding
         device slot, at position 0.
         """
         counts = (shape.num_decodes, shape.num_tokens, shape.num_chunks, shape.num_samples)
-        groups = tables.shape[1]
-        flat = _lay_out(decodes, chunks, block_size, tables, _sizes(*counts, groups), padding_slot)
-        blocks = None if shape.max_context is None else -(-shape.max_context // block_size)
+        groups = step.tables.shape[1]
+        flat = _lay_out(step, _sizes(*counts, groups), padding_slot)
+        blocks = None if shape.max_context is None else -(-shape.max_context // step.block_size)
         return cls(torch.from_numpy(flat), *counts, shape.num_tokens, groups, blocks)
 
     def to(self, device: torch.device) -> StepInputs:
@@ -224,15 +224,9 @@ def _sizes(
     return [num_decodes, *tokens, *[num_chunks] * 2, num_chunks + 1, *[num_samples] * 3]
 
 
-def _lay_out(
-    decodes: list[int],
-    chunks: list[PrefillChunk],
-    block_size: int,
-    tables: BlockTables,
-    sizes: list[int],
-    padding_slot: int,
-) -> _Integers:
+def _lay_out(step: HostStep, sizes: list[int], padding_slot: int) -> _Integers:
     """Return the buffer; what decode rows and chunks do not fill of its parts is padding."""
+    decodes, chunks, block_size, tables = step
     flat = np.zeros(sum(sizes), np.int64)
     parts = [flat[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
     decode_slots, ids, positions, mapping, *of_chunks, rows, sample_slots, sampled = parts

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pagewire import LLM, SamplingParams
 from pagewire.shared.base.errors import InvalidRequestError
-from pagewire.shared.engine.execution.step_inputs import StepInputs, StepShape
+from pagewire.shared.engine.execution.step_inputs import HostStep, StepInputs, StepShape
 from pagewire.shared.engine.offline.outputs import RequestOutput
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.masked_steps import ALLOWED, run_masked_steps
@@ -190,7 +190,8 @@ def test_padding_rows_never_run_out_of_positions(with_chunks: bool) -> None:
     llm = make_llm(max_model_len=32)
     runner, state = llm.engine.runner, llm.engine.runner.state
     shape, slot = StepShape(3, 16, 2), state.padding_slot
-    inputs = StepInputs.build_padded([], [], runner.block_size, state.host_tables, shape, slot)
+    empty = HostStep([], [], runner.block_size, state.host_tables)
+    inputs = StepInputs.build_padded(empty, shape, slot)
     with torch.inference_mode():
         for _ in range(40):
             rows = runner.run_chunks(inputs) if with_chunks else runner.decode(inputs.decode_slots)

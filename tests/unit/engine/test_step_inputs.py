@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagewire.shared.engine.execution.step_inputs import Rounding, StepInputs, StepShape
+from pagewire.shared.engine.execution.step_inputs import HostStep, Rounding, StepInputs, StepShape
 from pagewire.shared.engine.scheduling.step import PrefillChunk
 
 BLOCK_SIZE, GROUPS, PADDING_SLOT = 4, 2, 6
@@ -22,10 +22,8 @@ SHAPE = StepShape(4, 16, 8)
 
 
 def both(decodes: list[int], chunks: list[PrefillChunk]) -> tuple[StepInputs, StepInputs]:
-    return (
-        StepInputs.build(decodes, chunks, BLOCK_SIZE, TABLES),
-        StepInputs.build_padded(decodes, chunks, BLOCK_SIZE, TABLES, SHAPE, PADDING_SLOT),
-    )
+    step = HostStep(decodes, chunks, BLOCK_SIZE, TABLES)
+    return StepInputs.build(step), StepInputs.build_padded(step, SHAPE, PADDING_SLOT)
 
 
 @pytest.mark.parametrize("decodes", [[], [2], [4, 1, 2, 0]], ids=len)
@@ -76,7 +74,8 @@ def test_a_shape_for_short_contexts_reads_their_part_of_block_tables(
     max_context: int | None, blocks: int
 ) -> None:
     shape = StepShape(0, 16, 1, max_context)
-    inputs = StepInputs.build_padded([], CHUNKS[:1], BLOCK_SIZE, TABLES, shape, PADDING_SLOT)
+    step = HostStep([], CHUNKS[:1], BLOCK_SIZE, TABLES)
+    inputs = StepInputs.build_padded(step, shape, PADDING_SLOT)
     batch = inputs.forward_batch(torch.from_numpy(TABLES).int())
     for group, part in enumerate(batch.groups):
         assert part.prefill_block_tables is not None
@@ -97,7 +96,7 @@ def test_rounded_steps_have_few_numbers_of_rows_and_tokens(
     decodes: list[int], chunks: list[PrefillChunk], rows: int, tokens: int, samples: int
 ) -> None:
     rounding = Rounding([1, 2, 5], (16, 20), PADDING_SLOT)
-    inputs = StepInputs.build(decodes, chunks, BLOCK_SIZE, TABLES, rounding)
+    inputs = StepInputs.build(HostStep(decodes, chunks, BLOCK_SIZE, TABLES), rounding)
     assert (inputs.num_decodes, inputs.num_tokens, inputs.num_samples) == (rows, tokens, samples)
     assert inputs.num_chunks == len(chunks)
     assert inputs.max_query_len == max(16, *(chunk.length for chunk in chunks))

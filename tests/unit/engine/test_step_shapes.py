@@ -16,7 +16,7 @@ def chunks(*lengths: int) -> list[PrefillChunk]:
 
 
 def graphs(max_tokens: int = 2048, max_num_seqs: int = 512) -> PrefillGraphs:
-    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs, 8192), 16, max_num_seqs)
+    return PrefillGraphs(step_shapes(max_tokens, max_num_seqs, 8192), max_num_seqs)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_the_largest_shape_holds_a_full_step(max_tokens: int, largest: int) -> N
 def test_short_contexts_limit_the_chunk_but_not_the_step() -> None:
     shapes = step_shapes(2048, 256, 100)
     assert max(shape.num_tokens for shape in shapes if shape.num_chunks == 1) == 128
-    found = PrefillGraphs(shapes, 16, 256)
+    found = PrefillGraphs(shapes, 256)
     assert found.shape_of(200, chunks(100, 99)) == StepShape(256, 512, 8)
 
 
