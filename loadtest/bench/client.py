@@ -97,7 +97,7 @@ class Client:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=IDLE_S)
         self._http = httpx.AsyncClient(timeout=REQUEST_TIMEOUT_S, limits=limits)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the HTTP connections to the server."""
         await self._http.aclose()
         for client in self._clients:

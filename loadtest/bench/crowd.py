@@ -15,12 +15,12 @@ import time
 from array import array
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from pagewire.loadtest.bench.child import SPAWN
 from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.loadtest.bench.phases import Row
-from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import metrics_near
 from pagewire.loadtest.sampler import parse_metrics
 from pagewire.services.cli.bench.stats import percentile
@@ -42,17 +42,13 @@ class CrowdJob:
         urls: URLs of endpoints, used in turn.
         delays: start of each client, in seconds from `start`.
         start: start of the warm-up, by the monotonic clock.
-        warm_up_s: duration of the warm-up.
         seconds: duration of the measurement after it.
-        vocab: upper bound (exclusive) of token ids in prompts.
     """
 
     urls: Sequence[str]
     delays: Sequence[float]
     start: float
-    warm_up_s: float
     seconds: float
-    vocab: int
 
 
 @dataclass(slots=True)
@@ -92,35 +88,26 @@ def start_delays(clients: int, warm_up_s: float) -> list[float]:
     return [SPREAD * warm_up_s * number / clients for number in range(clients)]
 
 
-def crowd(
-    urls: Sequence[str],
-    clients: int,
-    seconds: float,
-    warm_up_s: float = WARM_UP_S,
-    vocab: int = VOCAB_USED,
-) -> Row:
+def crowd(urls: Sequence[str], clients: int, seconds: float) -> Row:
     """Return the throughput, TTFT, token gaps and step time under some clients; times in ms.
 
     Args:
         urls: URLs of endpoints, used in turn.
         clients: number of clients.
         seconds: duration of the measurement.
-        warm_up_s: duration of the warm-up before it.
-        vocab: upper bound (exclusive) of token ids in prompts.
 
     Raises:
         BenchError: a request failed.
     """
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
     start = time.monotonic() + START_S
-    delays = start_delays(clients, warm_up_s)
+    delays = start_delays(clients, WARM_UP_S)
     jobs = [
-        CrowdJob(urls, delays[number::processes], start, warm_up_s, seconds, vocab)
-        for number in range(processes)
+        CrowdJob(urls, delays[number::processes], start, seconds) for number in range(processes)
     ]
     with ProcessPoolExecutor(processes, mp_context=SPAWN) as pool:
         results = [pool.submit(_run, job) for job in jobs]
-        step_ms = _step_ms(urls[0], start + warm_up_s, seconds)
+        step_ms = _step_ms(urls[0], start + WARM_UP_S, seconds)
         measured = [result.result() for result in results]
     gaps = [gap for seen in measured for gap in seen.gaps]
     tokens = [sum(part) for part in zip(*(seen.tokens for seen in measured), strict=True)]
@@ -162,8 +149,8 @@ def _run(job: CrowdJob) -> CrowdMeasurements:
 
 
 async def _ask(job: CrowdJob) -> CrowdMeasurements:
-    seen, client = CrowdMeasurements(), Client(list(job.urls), vocab=job.vocab)
-    begin = job.start + job.warm_up_s
+    seen, client = CrowdMeasurements(), Client(list(job.urls))
+    begin = job.start + WARM_UP_S
     measured = (begin, begin + job.seconds)
 
     async def loop(delay: float) -> None:
@@ -174,10 +161,7 @@ async def _ask(job: CrowdJob) -> CrowdMeasurements:
             seen.add(await client.ask(request), began, measured)
 
     await asyncio.sleep(max(0.0, job.start - time.monotonic()))
-    try:
-        async with asyncio.TaskGroup() as group:
-            for delay in job.delays:
-                group.create_task(loop(delay))
-    finally:
-        await client.close()
+    async with aclosing(client), asyncio.TaskGroup() as group:
+        for delay in job.delays:
+            group.create_task(loop(delay))
     return seen

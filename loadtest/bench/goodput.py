@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -222,9 +223,6 @@ async def _ask(job: Job) -> list[Outcome]:
         end = time.monotonic() - job.start
         return Outcome(end, began - due, answer.ttft, answer.gaps)
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number)) for number in range(len(requests))]
-    finally:
-        await client.close()
+    async with aclosing(client), asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one(number)) for number in range(len(requests))]
     return [task.result() for task in tasks]

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import statistics
 from collections.abc import Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 from pagewire.loadtest.bench.client import Client, TimedAnswer
@@ -45,12 +46,9 @@ def handover(model: Path, budget: int, logs: Path, options: Sequence[str]) -> li
 
 
 async def _ask_both(urls: list[str]) -> list[Row]:
-    clients = [Client([url]) for url in urls]
-    try:
-        return [await ask_in_turn(clients, length) for length in PROMPTS]
-    finally:
-        for client in clients:
-            await client.close()
+    apart, aggregated = (Client([url]) for url in urls)
+    async with aclosing(apart), aclosing(aggregated):
+        return [await ask_in_turn([apart, aggregated], length) for length in PROMPTS]
 
 
 async def ask_in_turn(clients: Sequence[Client], length: int) -> Row:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 from collections.abc import Sequence
+from contextlib import aclosing
 from typing import Any
 
 from pagewire.loadtest.bench.client import Client
@@ -112,11 +113,9 @@ def isolation_row(runs: list[list[float]]) -> Row:
 async def run(client: Client, names: Sequence[str]) -> list[Row]:
     """Run the phases of these names, one after the other, and close the client."""
     rows: list[Row] = []
-    try:
+    async with aclosing(client):
         if "unloaded" in names:
             rows += await unloaded(client)
         if "isolation" in names:
             rows += await isolation(client)
-    finally:
-        await client.close()
     return rows

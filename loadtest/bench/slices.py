@@ -14,6 +14,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +40,8 @@ async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list
         cases: fields of the streams' requests.
         times: runs of each.
     """
-    client = Client([url])
     rows: list[Row] = []
-    try:
+    async with aclosing(Client([url])) as client:
         await streams(client, loaded=True)  # so that kernels are compiled and prices are learned
         for loaded, fields in [(False, {}), *((True, case) for case in cases)]:
             runs = [await streams(client, loaded, **fields) for _ in range(times)]
@@ -49,8 +49,6 @@ async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list
             long = [ttft for _, of_run in runs for ttft in of_run]
             ttft = {"long_p50": statistics.median(long)} if long else {}
             rows.append({"loaded": loaded, **fields, **row, **ttft})
-    finally:
-        await client.close()
     return rows
 
 

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import aclosing
 from pathlib import Path
 
 from pagewire.loadtest.bench.client import Client, CompletionRequest, TimedAnswer
@@ -124,13 +125,11 @@ async def both_windows(url: str, vocab: int, args: argparse.Namespace) -> Row:
         [client.prepare(prompt, answer) for prompt, answer in lengths(len(starts))]
         for _ in range(2)
     ]
-    try:
+    async with aclosing(client):
         begin = time.monotonic()
         first = await _send(client, requests[0], starts)
         await asyncio.sleep(max(0.0, begin + args.minute - time.monotonic()))
         later = await _send(client, requests[1], starts)
-    finally:
-        await client.close()
     return {"requests": len(starts), **compare(first, later)}
 
 

@@ -196,7 +196,7 @@ def test_the_gpu_benches_client_times_every_token(cluster: LocalCluster) -> None
             answer = await client.complete(200, 24)
             _, transfers = await client.transfer_seconds()
         finally:
-            await client.close()
+            await client.aclose()
         return answer, transfers
 
     answer, transfers = run_async(ask(), 60)

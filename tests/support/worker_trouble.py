@@ -192,7 +192,7 @@ async def ask_amid_trouble(
             finally:
                 done.set()
     finally:
-        await client.close()
+        await client.aclose()
 
 
 def check_nothing_is_left(cluster: LocalCluster) -> None:

@@ -99,7 +99,7 @@ def test_a_request_is_the_json_of_its_fields_and_of_those_for_once() -> None:
         try:
             return client.prepare(3, 7)
         finally:
-            await client.close()
+            await client.aclose()
 
     request = run_async(scenario())
     body = json.loads(msgspec.json.encode(request.fields(max_tokens=1, stream=True)))
@@ -121,7 +121,7 @@ def test_two_clusters_take_turns_in_being_the_first() -> None:
         row = await ask_in_turn(clients, 1024)
         assert (row["prompt"], row["requests"], row["ttft_ratio"]) == (1024, PAIRS, 1)
         for client in clients:
-            await client.close()
+            await client.aclose()
         return [word for word in done if word != "made up"]
 
     done = run_async(scenario())
