@@ -20,7 +20,7 @@ from pagewire.shared.engine.calibration import calibrate
 from pagewire.shared.engine.choices import check_ranks, fit_context, log_pool
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS
+from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS, Progress
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.loading import (
     ModelPart,
@@ -35,7 +35,7 @@ from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
-from pagewire.shared.engine.warm_up import Progress, prepare, prepare_ranks
+from pagewire.shared.engine.warm_up import prepare, prepare_ranks
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.tokens import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher

@@ -13,6 +13,7 @@ from pagewire.kernels import Ops
 from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.engine.choices import choose_device, choose_max_model_len
 from pagewire.shared.engine.execution.builds import count_kernels
+from pagewire.shared.engine.execution.cuda_graph import Progress
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.kernel_choice import (
     check_invariance,
@@ -24,7 +25,7 @@ from pagewire.shared.engine.execution.torch_threads import settle_threads
 from pagewire.shared.engine.memory import MIN_BLOCKS, pool_bytes, trial_blocks
 from pagewire.shared.engine.ranks.communicator import RankCommunicator, SocketCommunicator
 from pagewire.shared.engine.ranks.gpu_communicator import GpuCommunicator
-from pagewire.shared.engine.warm_up import Progress, warm_up
+from pagewire.shared.engine.warm_up import warm_up
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.config import load_config

@@ -23,7 +23,12 @@ from pagewire.kernels.prefill_tiles import LEAST_COPIED, LONGEST_UNSPLIT, MOST_K
 from pagewire.shared.base.errors import IntegrityError
 from pagewire.shared.control.protocol import PoolingMode
 from pagewire.shared.engine.execution.block_mover import BlockMove
-from pagewire.shared.engine.execution.cuda_graph import STEP_TOKENS, GraphPool, batch_buckets
+from pagewire.shared.engine.execution.cuda_graph import (
+    STEP_TOKENS,
+    GraphPool,
+    Progress,
+    batch_buckets,
+)
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.ranks.communicator import RankCommunicator
 from pagewire.shared.engine.scheduling.step import (
@@ -44,8 +49,7 @@ from pagewire.shared.settings.config import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-Progress = Callable[[str], None]
-MakePool = Callable[[torch.device], GraphPool]
+MakePool = Callable[[torch.device, Progress], GraphPool]
 Meet = Callable[[], None]
 
 # Steps of more tokens than CUDA graphs are captured for, for cuBLAS, which chooses kernels by size.

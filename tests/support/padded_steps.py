@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pagewire.shared.engine.execution.cuda_graph import GraphPool
+from pagewire.shared.engine.execution.cuda_graph import GraphPool, Progress
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.sampling_stage import Sampled
 
@@ -29,8 +29,9 @@ class Rerun:
 class Reruns(GraphPool):
     """Captures each step as a `Rerun`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, progress: Progress) -> None:
         assert device.type == "cpu"
+        self.device, self.progress = device, progress
 
     @torch.inference_mode()
     def capture(self, step: Callable[[], Any], name: str = "a step") -> Any:

@@ -46,6 +46,7 @@ STEP_ROWS = (0, 4, 8, 16, 32, 64, 128, 256, 320, 384, 512)
 MOST_CHUNKS = 8  # of a captured step
 
 ResultT = TypeVar("ResultT")
+Progress = Callable[[str], None]
 
 # An event in the work that has been launched on a device; None on a CPU, where work runs at once.
 DeviceEvent = torch.cuda.Event | None
@@ -122,9 +123,15 @@ def launch_graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None
 
 
 class GraphPool:
-    """Captures graphs that share memory, since only one of them runs at a time."""
+    """Captures graphs that share memory, since only one of them runs at a time.
 
-    def __init__(self, device: torch.device) -> None:
+    Attributes:
+        device: where they run.
+        progress: to be called with a name of each step that has been captured.
+    """
+
+    def __init__(self, device: torch.device, progress: Progress = lambda _name: None) -> None:
+        self.device, self.progress = device, progress
         # A capture that needs memory cannot give back what the allocator has cached. Once is
         # enough: `torch.cuda.graph` does it, and waits for the device, at each capture.
         torch.cuda.empty_cache()
@@ -173,12 +180,7 @@ class SamplingGraphs:
 
     @classmethod
     def capture(
-        cls,
-        sample: Sample,
-        sizes: list[int],
-        rows: StaticRows,
-        pool: GraphPool,
-        progress: Callable[[str], None],
+        cls, sample: Sample, sizes: list[int], rows: StaticRows, pool: GraphPool
     ) -> SamplingGraphs:
         """Capture both variants for each number of rows, the largest first."""
         graphs = cls(sorted(sizes), rows)
@@ -187,7 +189,7 @@ class SamplingGraphs:
             for shaped in (False, True):
                 step = partial(sample, size, shaped)
                 graphs._graphs[size, shaped] = pool.capture(step, name)
-            progress(name)
+            pool.progress(name)
         return graphs
 
     def sample(self, num_rows: int, shaped: bool) -> Sampled:
@@ -223,17 +225,15 @@ class DecodeGraphs:
         forward: Callable[[torch.Tensor], object],
         sizes: list[int],
         padding_slot: int,
-        device: torch.device,
         pool: GraphPool,
-        progress: Callable[[str], None],
     ) -> DecodeGraphs:
         """Capture a step at each size, largest first so that memory is shared."""
-        slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=device)
+        slots = torch.full((max(sizes),), padding_slot, dtype=torch.int64, device=pool.device)
         graphs = cls(sorted(sizes), slots, padding_slot)
         for size in reversed(graphs.sizes):
             name = f"decode of {size}"
             graphs._graphs[size], _ = pool.capture(partial(forward, slots[:size]), name)
-            progress(name)
+            pool.progress(name)
         graphs._current = [padding_slot] * max(sizes)
         return graphs
 
@@ -269,22 +269,20 @@ class PrefillGraphs:
         block_size: int,
         padding_slot: int,
         num_groups: int,
-        device: torch.device,
         pool: GraphPool,
-        progress: Callable[[str], None],
     ) -> PrefillGraphs:
         """Capture a forward at each shape."""
         graphs = cls(shapes, padding_slot)
         empty = HostStep([], [], block_size, np.zeros((0, num_groups, 0), np.int64))
         for shape in reversed(shapes):
-            inputs = StepInputs.build_padded(empty, shape, padding_slot).to(device)
+            inputs = StepInputs.build_padded(empty, shape, padding_slot).to(pool.device)
             graphs._inputs[shape] = inputs
             rows = f", up to {shape.num_decodes} decode rows" if shape.num_decodes else ""
             context = "" if shape.max_context is None else f", context up to {shape.max_context}"
             name = f"{shape.num_tokens} tokens{rows}, chunks up to {shape.num_chunks}{context}"
             step = partial(forward, inputs)
             graphs._graphs[shape], graphs._events[shape] = pool.capture(step, name)
-            progress(name)
+            pool.progress(name)
         return graphs
 
     def shape_of(self, num_decodes: int, chunks: list[PrefillChunk]) -> StepShape | None:

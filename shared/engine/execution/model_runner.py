@@ -29,6 +29,7 @@ from pagewire.shared.engine.execution.cuda_graph import (
     DeviceEvent,
     GraphPool,
     PrefillGraphs,
+    Progress,
     SamplingGraphs,
     batch_buckets,
     step_shapes,
@@ -348,8 +349,8 @@ class ModelRunner:
     def capture_graphs(
         self,
         max_tokens: int,
-        progress: Callable[[str], None],
-        make_pool: Callable[[torch.device], GraphPool] = GraphPool,
+        progress: Progress,
+        make_pool: Callable[[torch.device, Progress], GraphPool] = GraphPool,
     ) -> None:
         """Capture the forward of decode steps and of steps with chunks, and sampling.
 
@@ -361,27 +362,22 @@ class ModelRunner:
         state = self.state
         self.round_steps()  # such a step leaves padding rows after its own
         rows = self._allocate_static()
-        pool = make_pool(state.device)
+        pool = make_pool(state.device, progress)
         sizes = batch_buckets(state.num_slots)
-        decodes = DecodeGraphs.capture(
-            self.decode, sizes, state.padding_slot, state.device, pool, progress
-        )
+        decodes = DecodeGraphs.capture(self.decode, sizes, state.padding_slot, pool)
         prefills = PrefillGraphs.capture(
             self._captured,
             step_shapes(max_tokens, state.num_slots, state.max_blocks * self.block_size),
             self.block_size,
             state.padding_slot,
             state.num_groups,
-            state.device,
             pool,
-            progress,
         )
         self.sampling_graphs = SamplingGraphs.capture(
             lambda count, shaped: self.sampling.sample(rows.first(count), shaped),
             sizes,
             rows,
             pool,
-            progress,
         )
         self.decode_graphs, self.prefill_graphs = decodes, prefills
 
