@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 """Chooses the experts of each token in one launch: a program per token, logits in registers.
 
-The best experts are found one after another, by the maximum of their keys (`_keys.py`). For any
-logits, a token has K different experts from 0 to E - 1, and equal scores are ordered by expert
+The best experts are found one after another, by the maximum of their keys (`_score_keys.py`). For
+any logits, a token has K different experts from 0 to E - 1, and equal scores are ordered by expert
 number. torch.topk, which Hugging Face's models use, has no defined order of equal scores.
 """
 
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._keys import id_of, score_of, to_keys
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
+from pagewire.kernels._score_keys import id_of, score_of, to_keys
 from pagewire.kernels.errors import UnsupportedShapeError
 from pagewire.kernels.routing import Routing
 

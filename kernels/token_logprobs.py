@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._keys import id_of, score_of, to_keys
 from pagewire.kernels._launch import next_power_of_2
+from pagewire.kernels._score_keys import id_of, score_of, to_keys
 
 _CHUNK = 4096
 # Columns of the most likely tokens, for any requested number: one compilation serves all.

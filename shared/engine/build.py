@@ -37,7 +37,7 @@ from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.warm_up import prepare, prepare_ranks
 from pagewire.shared.grammar.masks import MaskFiller
-from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.grammar.vocabulary import load_vocabulary
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.kv_layout import KvLayout

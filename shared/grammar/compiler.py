@@ -28,7 +28,7 @@ from pagewire.shared.grammar.threads import (
     run_tasks,
     start_thread,
 )
-from pagewire.shared.grammar.tokens import spells_special
+from pagewire.shared.grammar.vocabulary import spells_special
 
 MAX_CACHED_BYTES = 256 << 20
 THREADS = 2

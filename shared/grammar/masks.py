@@ -33,7 +33,7 @@ from pagewire.shared.grammar.threads import (
     run_tasks,
     start_thread,
 )
-from pagewire.shared.grammar.tokens import mask_words
+from pagewire.shared.grammar.vocabulary import mask_words
 
 logger = logging.getLogger(__name__)
 

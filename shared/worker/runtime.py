@@ -45,7 +45,7 @@ from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_loss import log_loss, notify_peers
 from pagewire.shared.worker.engine_watch import EngineWatch
-from pagewire.shared.worker.faults import WorkerFaults
+from pagewire.shared.worker.fault_metrics import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
 from pagewire.shared.worker.kv import capture_moves, open_endpoint, open_staging
 from pagewire.shared.worker.kv_metrics import KvCollector, links_of

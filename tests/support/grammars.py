@@ -10,7 +10,7 @@ from pagewire.shared.grammar.json_schemas import json_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
 from pagewire.shared.grammar.structures import choice_grammar, regex_grammar
-from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
+from pagewire.shared.grammar.vocabulary import load_vocabulary, mask_words
 from pagewire.shared.model.demo import demo_model_path
 
 VOCAB, EOS = 2048, (1, 5)

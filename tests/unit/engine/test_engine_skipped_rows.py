@@ -20,7 +20,7 @@ from pagewire.shared.engine.launched import Launched
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.grammar.masks import MAX_WAIT_S, MaskFiller
 from pagewire.shared.grammar.structures import regex_grammar
-from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.grammar.vocabulary import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.tests.support.engine_iterations import (
     LIMIT,

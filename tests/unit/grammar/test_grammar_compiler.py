@@ -14,7 +14,7 @@ from pagewire.shared.grammar import compiler as compiling
 from pagewire.shared.grammar.compiler import GrammarCompiler, check_grammar
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import regex_grammar
-from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.grammar.vocabulary import load_vocabulary
 from pagewire.tests.support.grammars import EOS, PATH, TEXTS, VOCAB, demo_vocabulary, walk
 
 

@@ -18,7 +18,7 @@ from pagewire.shared.grammar.limits import MAX_COMPILE_S, MAX_TRIED_MASK_S
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.grammar.threads import STACK_BYTES, start_thread
-from pagewire.shared.grammar.tokens import mask_words
+from pagewire.shared.grammar.vocabulary import mask_words
 from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.shared.tool_calls.argument_grammar import json_rule
 from pagewire.shared.tool_calls.definitions import Function

@@ -11,7 +11,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
 from pagewire.shared.grammar.structures import regex_grammar
-from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
+from pagewire.shared.grammar.vocabulary import load_vocabulary, mask_words
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.text.conversion import convert_tokenizer
 from pagewire.tests.support.unknown_tokens import UNKNOWN, VOCAB, edit, model_with_unknown_token

@@ -13,7 +13,7 @@ from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.schema_fit import fitted
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.grammar.vocabulary import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS, StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion

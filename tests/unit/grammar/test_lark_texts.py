@@ -12,7 +12,7 @@ from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.matcher import Matcher
 from pagewire.shared.grammar.structures import grammar_text
-from pagewire.shared.grammar.tokens import load_vocabulary
+from pagewire.shared.grammar.vocabulary import load_vocabulary
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.tests.support.growth import grows_in_proportion

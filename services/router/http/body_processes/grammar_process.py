@@ -37,7 +37,7 @@ from pagewire.shared.grammar import limits
 from pagewire.shared.grammar.compiler import check_grammar
 from pagewire.shared.grammar.matcher import Matcher, allowed_tokens
 from pagewire.shared.grammar.threads import start_thread
-from pagewire.shared.grammar.tokens import load_vocabulary, mask_words
+from pagewire.shared.grammar.vocabulary import load_vocabulary, mask_words
 
 MAX_MEMORY_BYTES = 1 << 30  # in addition to what the vocabulary takes
 TRIED_TOKENS = 32

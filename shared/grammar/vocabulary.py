@@ -1,4 +1,4 @@
-"""Makes the model's vocabulary known to llguidance."""
+"""The model's vocabulary as llguidance reads it, and which special tokens a text spells out."""
 
 from __future__ import annotations
 
