@@ -191,6 +191,7 @@ def test_choice_of_splits(programs, tiles, expected):
         pytest.param(4096, 16, (4, 4), (32, 5, 4), id="float32"),
         pytest.param(1024, 16, (2, 1), (64, 5, 2), id="fp8"),
         pytest.param(800, 16, (2, 1), (128, 5, 4), id="fp8-too-few"),
+        pytest.param(800, 32, (2, 1), (64, 5, 4), id="fp8-wide-groups"),
         pytest.param(800, 16, (4, 1), (32, 5, 4), id="fp8-float32"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.four_bit_linear import choose_tiling
 from pagewire.kernels.four_bits import FourBitWeights
 from pagewire.tests.support.four_bit_weights import moved, random_weights
 
@@ -79,3 +80,17 @@ def test_rows_may_have_gaps(device, rows, assert_close) -> None:
     x = torch.randn(96, rows).t()
     y = load_ops("triton", "cuda").four_bit_linear(x.to(device), moved(weights, device))
     assert_close(y.cpu(), x @ meant.T)
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        (16, (64, 256, 4, 3, 4)),
+        (32, (128, 128, 4, 3, 4)),
+        (33, (128, 64, 4, 4, 4)),
+        (64, (128, 64, 4, 4, 4)),
+        (65, (128, 128, 2, 3, 8)),
+    ],
+)
+def test_choice_of_tilings(rows, expected) -> None:
+    assert choose_tiling(rows, 8192, 8192, 132, 2) == expected

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pagewire.kernels import load_ops
+from pagewire.kernels.fp8_few_rows import choose_split
 from pagewire.kernels.fp8_inputs import quantise
 from pagewire.kernels.fp8_numbers import LARGEST, Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
@@ -184,3 +185,16 @@ def test_experts(
 def _project(x: torch.Tensor, own: Fp8Weights) -> torch.Tensor:
     y = rounded(x, own) @ dequantised(own).T
     return (y if own.bias is None else y + own.bias.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "outs", "expected"),
+    [(1, 4096, 2), (16, 4096, 2), (17, 4096, 1), (64, 4096, 1), (17, 1024, 4), (16, 28672, 1)],
+)
+def test_more_rows_have_fewer_splits(rows: int, outs: int, expected: int) -> None:
+    assert choose_split(rows, outs, 14336, 132) == expected
+
+
+@pytest.mark.parametrize(("rows", "outs"), [(0, 4096), (65, 4096), (8, 4100)])
+def test_other_shapes_have_another_kernel(rows: int, outs: int) -> None:
+    assert choose_split(rows, outs, 14336, 132) is None

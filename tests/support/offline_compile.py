@@ -104,8 +104,9 @@ DECODES = (
     decode_case((600,) * 2),
     *(
         replace(decode_case((600,) * rows, dim=dim), kv_scales=UNSCALED)
-        for rows, dim in ((2, 64), (200, 128), (200, 256))
+        for rows, dim in ((2, 64), (2, 128), (200, 128), (200, 256))
     ),
+    replace(decode_case((600,) * 2, heads=64, kv_heads=2), kv_scales=UNSCALED),
 )
 _GPT_OSS = GatedSilu(alpha=1.702, up_offset=1.0, limit=7.0)
 

@@ -64,10 +64,10 @@ def test_the_devices_clock_says_how_long_a_step_took() -> None:
     clocked = Clocked()
     clocked.at(1.0).begin(Schedule())
     clocked.at(1.5).begin(Schedule())
-    clocked.at(3.0).finish(DeviceTimes(own_s=0.6, since_last_s=9.0))
-    clocked.at(3.1).finish(DeviceTimes(own_s=1.2, since_last_s=1.3))
+    clocked.at(3.0).finish(DeviceTimes(since_start_s=0.6, since_last_end_s=9.0))
+    clocked.at(3.1).finish(DeviceTimes(since_start_s=1.2, since_last_end_s=1.3))
     clocked.at(5.0).begin(Schedule())
-    clocked.at(6.0).finish(DeviceTimes(own_s=0.7, since_last_s=2.7))
+    clocked.at(6.0).finish(DeviceTimes(since_start_s=0.7, since_last_end_s=2.7))
     assert clocked.learnt.seconds == [0.6, 1.3, 0.7]
 
 

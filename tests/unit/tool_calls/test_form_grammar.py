@@ -19,7 +19,7 @@ from pagewire.shared.tool_calls.reasoning import REASONING_FORMATS, Begins
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.tool_answers import FORMS as FORMS_OF_TOOLS
 from pagewire.tests.support.tool_answers import TOOLS, Call, as_grammars_have_it, written
-from pagewire.tests.unit.tools.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
+from pagewire.tests.unit.tool_calls.test_tool_grammar import EOS, REASONINGS_IN_TAGS, VOCABULARIES
 
 SCHEMA = {
     "type": "object",

@@ -26,7 +26,7 @@ from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import parsed, splits
-from pagewire.tests.unit.tools.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary
+from pagewire.tests.unit.tool_calls.test_tool_grammar import EOS, FUNCTIONS, Allowed, vocabulary
 
 SYNTAX = ChatSyntax(TOOL_FORMATS["harmony"], REASONING_FORMATS["harmony"])
 NAMES = ("get_weather", "clock")

@@ -18,7 +18,7 @@ from pagewire.shared.tool_calls.schema_constants import SchemaConstants
 from pagewire.tests.support.costly_schemas import SCHEMAS
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import calls_of, parsed, parser
-from pagewire.tests.unit.tools.test_tool_grammar import Allowed
+from pagewire.tests.unit.tool_calls.test_tool_grammar import Allowed
 
 FORMATS = ("olmo3", "pythonic")  # with JSON's constants, and with Python's
 NULL = {"type": "null"}

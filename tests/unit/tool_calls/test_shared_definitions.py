@@ -16,7 +16,7 @@ from pagewire.shared.tool_calls.harmony_grammar import channels_grammar
 from pagewire.shared.tool_calls.written_values import ANY_VALUE, ValueForm, parameter_forms
 from pagewire.tests.support.costly_schemas import SCHEMAS
 from pagewire.tests.support.growth import grows_in_proportion
-from pagewire.tests.unit.tools.test_tool_grammar import FORMATS, Allowed, calls_in
+from pagewire.tests.unit.tool_calls.test_tool_grammar import FORMATS, Allowed, calls_in
 
 # Formats in which each argument has a rule of its own.
 ONE_BY_ONE = sorted(name for name, form in TOOL_FORMATS.items() if form.kind in ("python", "xml"))

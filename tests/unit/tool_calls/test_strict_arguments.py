@@ -16,7 +16,7 @@ from pagewire.shared.tool_calls.definitions import Function, Tool, check_tools
 from pagewire.shared.tool_calls.written_values import parameter_forms
 from pagewire.tests.support.json_schemas import SchemaMaker
 from pagewire.tests.support.tool_answers import calls_of, content_of, parsed, parser
-from pagewire.tests.unit.tools.test_tool_grammar import FORMATS, Allowed, calls_in
+from pagewire.tests.unit.tool_calls.test_tool_grammar import FORMATS, Allowed, calls_in
 
 ONE_BY_ONE = ("pythonic", "olmo3", "qwen3_coder")
 NUMBER: dict[str, Any] = {"type": "integer", "minimum": 10, "maximum": 99}

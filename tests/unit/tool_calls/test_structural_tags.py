@@ -12,7 +12,7 @@ from pagewire.shared.base.errors import InvalidRequestError
 from pagewire.shared.grammar.structures import grammar_text
 from pagewire.shared.request.structured_outputs import StructuredOutputs
 from pagewire.shared.text.markers import Markers
-from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES
+from pagewire.tests.unit.tool_calls.test_tool_grammar import EOS, VOCABULARIES
 
 ANY: dict[str, Any] = {"type": "any_text"}
 DIGIT = {"type": "json_schema", "json_schema": {"type": "integer", "minimum": 0, "maximum": 9}}

@@ -20,7 +20,7 @@ from pagewire.tests.support.tool_answers import (
     splits,
     written,
 )
-from pagewire.tests.unit.tools.test_tool_grammar import EOS, FORMATS, FUNCTIONS, Allowed
+from pagewire.tests.unit.tool_calls.test_tool_grammar import EOS, FORMATS, FUNCTIONS, Allowed
 
 ANYWHERE = sorted(name for name, form in TOOL_FORMATS.items() if form.unopened)
 SCHEMAS = {function.name: function.schema for function in FUNCTIONS}

@@ -19,7 +19,7 @@ from pagewire.shared.tool_calls.written_values import ValueForm, parameter_forms
 from pagewire.shared.tool_calls.xml_calls import MAX_TAG, XmlCall
 from pagewire.tests.support.growth import grows_in_proportion
 from pagewire.tests.support.tool_answers import calls_of, content_of, parsed, parser, splits
-from pagewire.tests.unit.tools.test_tool_grammar import EOS, VOCABULARIES
+from pagewire.tests.unit.tool_calls.test_tool_grammar import EOS, VOCABULARIES
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
