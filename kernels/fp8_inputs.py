@@ -14,7 +14,7 @@ from pagewire.kernels.fp8_numbers import LARGEST, LEAST_SCALE
 
 _MOST_AT_ONCE = 16384  # inputs of a token that a program quantises at a time
 _A_WARP = 512  # of these
-# With at most this number of rows, the product's first weights may be loaded meanwhile.
+# With at most this number of rows, quantising overlaps with the launches before and after it.
 MOST_OVERLAPPING_ROWS = 64
 
 

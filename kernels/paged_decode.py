@@ -31,7 +31,9 @@ from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
-_RESIDENT = 3  # programs of an SM: its shared memory holds the tiles of three
+# Programs of an SM: its shared memory holds the tiles of three. With a cache in FP8, registers
+# leave room for two, but splits for three were fast, too.
+_RESIDENT = 3
 # Programs without splits that fill all SMs about twice are faster with half as many warps and one
 # tile in shared memory (docs/notes/kernels.md).
 _STAGES_OF_MANY = 4
@@ -271,7 +273,8 @@ def choose_tiling(
         sms: streaming multiprocessors of the device.
     """
     is_converted = cache_itemsize != itemsize
-    if itemsize == 4 or dim_pad > 128:  # no registers to convert more numbers at once
+    # There are no registers to convert more numbers at once.
+    if itemsize == 4 or dim_pad > 128 or group_pad > 16:
         cache_itemsize = itemsize
     # These programs have no splits: `choose_splits`. Two warps have registers for 16 query heads in
     # 16 bits, and to convert heads of up to 128.
