@@ -157,11 +157,14 @@ def running_vllm(
         budget: largest number of tokens per step; None: vLLM's default.
 
     Raises:
-        BenchError: a server did not start or stop.
+        BenchError: a server did not start or stop, or there are too few GPUs.
     """
+    count = servers * gpus_each
+    gpus = visible_gpus(count, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if len(gpus) < count:
+        raise BenchError(f"vLLM needs {count} GPUs; CUDA_VISIBLE_DEVICES names {len(gpus)}")
     with contextlib.ExitStack() as stack:
         started = []
-        gpus = visible_gpus(servers * gpus_each, os.environ.get("CUDA_VISIBLE_DEVICES"))
         for number in range(servers):
             port = late_port()
             command = [sys.executable, "-P", "-m", "vllm.entrypoints.cli.main", "serve", str(model)]

@@ -112,8 +112,9 @@ class StepClock:
         """
         now, step = self.clock(), self._running.popleft()
         seconds = now - max(step.began_s, self._ended_s)
-        if times is not None:  # the step was launched while another ran, or on an idle device
-            seconds = times.since_last_s if step.began_s < self._ended_s else times.own_s
+        if times is not None:
+            was_idle = step.began_s >= self._ended_s
+            seconds = times.since_start_s if was_idle else times.since_last_end_s
         self._ended_s, self.finished = now, self.finished + 1
         self._report_end()
         self.usual_s = min(seconds, self.usual_s * 1.02)

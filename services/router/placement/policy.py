@@ -1,11 +1,11 @@
 """Places requests by load and cached prefix: pure functions of what is known about workers.
 
-The default, `predicted.py`, chooses by predicted times instead; it has the types of here. The cost
-of a prefill worker is the number of tokens that it computes before this prompt's first token: the
-queued tokens and the prompt's uncached ones. Uncached tokens weigh a little more: if two workers
-would be ready at the same time, the one that computes less is better. So a burst of equal prefixes
-stays on one worker until its queue costs more than its cache saves. The cost of a decode worker is
-the number of blocks in use there with this request: active blocks and missing ones.
+The default, `predicted.py`, chooses by predicted times instead; it uses the types defined here. The
+cost of a prefill worker is the number of tokens that it computes before this prompt's first token:
+the queued tokens and the prompt's uncached ones. Uncached tokens weigh a little more: if two
+workers would be ready at the same time, the one that computes less is better. So a burst of equal
+prefixes stays on one worker until its queue costs more than its cache saves. The cost of a decode
+worker is the number of blocks in use there with this request: active blocks and missing ones.
 
 A named session is to stay on its decode worker while load allows. So what a worker lacks of a later
 turn's prompt counts twice: for now, and because the session would then have blocks on two workers,

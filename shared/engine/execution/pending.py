@@ -29,23 +29,23 @@ class LaunchedRows:
 
 
 class StepEvents:
-    """When steps begin and end on a GPU, by its own clock.
+    """When a step starts and ends on a GPU, by its own clock.
 
     The host notes the end of a step late if it launches another one meanwhile, kernel by kernel.
     """
 
-    __slots__ = ("began", "end", "last_end")
+    __slots__ = ("end", "last_end", "start")
 
     def __init__(self, last: StepEvents | None) -> None:
-        """Record the begin of a step; `last` is the step before."""
-        self.began, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self.began.record()
-        self.last_end = self.began if last is None else last.end
+        """Record the start of a step; `last` is the step before."""
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.start.record()
+        self.last_end = self.start if last is None else last.end
 
     def times(self) -> DeviceTimes:
         """Return how long the step took; it has ended."""
-        own_ms = self.began.elapsed_time(self.end)
-        return DeviceTimes(own_ms / 1e3, self.last_end.elapsed_time(self.end) / 1e3)
+        since_ms = [event.elapsed_time(self.end) for event in (self.start, self.last_end)]
+        return DeviceTimes(*(each / 1e3 for each in since_ms))
 
 
 class PendingTokens:

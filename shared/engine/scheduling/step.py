@@ -221,12 +221,12 @@ class DeviceTimes(msgspec.Struct, frozen=True):
     """How long a step took, by the device's clock.
 
     Attributes:
-        own_s: seconds from its begin on the device to its end.
-        since_last_s: seconds from the end of the step before.
+        since_start_s: seconds from its start on the device to its end.
+        since_last_end_s: seconds from the end of the step before to its end.
     """
 
-    own_s: float
-    since_last_s: float
+    since_start_s: float
+    since_last_end_s: float
 
 
 class StepResult(msgspec.Struct, frozen=True, omit_defaults=True):
