@@ -116,8 +116,8 @@ class GpuFit:
 
     Attributes:
         estimate: a worker's memory on it.
-        sequences: how many sequences of the length run at once.
-        ranks: on how many such GPUs it fits together; None if that is more than one host's.
+        sequences: how many sequences of `--length` tokens run at once.
+        ranks: how many such GPUs the model needs together; None if one host has too few.
     """
 
     estimate: Estimate

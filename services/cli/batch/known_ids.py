@@ -62,7 +62,7 @@ class KnownIds:
         return row is not None and bool(row[0])
 
     def _execute(self, statement: str, *values: str | int) -> sqlite3.Cursor:
-        """Execute a statement that returns at most one row, which is read here."""
+        """Execute a statement; map its errors."""
         try:
             return self._database.execute(statement, values)
         except sqlite3.Error as exc:

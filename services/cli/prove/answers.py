@@ -111,7 +111,7 @@ class Reader:
                 async for part in response.aiter_bytes():
                     for chunk in reader.feed(part):
                         self._take(index, chunk)
-                answer.is_whole = reader.is_done
+                    answer.is_whole = reader.is_done
         except EndpointError as exc:
             answer.problem = str(exc)
         except (httpx.HTTPError, *UNDECODABLE, IndexError) as exc:

@@ -55,7 +55,7 @@ _KEEP = (
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
 
 
-def _shared(
+def _options(
     *,
     trace: Annotated[Path | None, _load(metavar="FILE", help=_TRACE)] = None,
     speed: Annotated[float, _load(min=0.001, max=1000, help=_SPEED)] = 1.0,
@@ -87,12 +87,12 @@ def _shared(
     slo_gap: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)] = None,
     keep_gap: Annotated[bool, _goal(help=_KEEP)] = False,
 ) -> None:
-    """Has the options that `with_load` adds."""
+    """Hold the options that `with_load` reads from this signature; nobody calls it."""
 
 
 def with_load(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command the options of loads, machines and promises, which are in `ctx.params`."""
-    return with_parameters(command, inspect.signature(_shared, eval_str=True).parameters.values())
+    return with_parameters(command, inspect.signature(_options, eval_str=True).parameters.values())
 
 
 BURST = 8

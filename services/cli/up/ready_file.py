@@ -83,7 +83,10 @@ class ReadyFile:
 
 
 def is_held(file: BinaryIO) -> bool:
-    """Whether another process holds a lock of an open file; the caller closes its own."""
+    """Return whether another process has locked a file.
+
+    If none has, this process has locked it until it closes the file.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -50,9 +50,11 @@ def private_dir() -> Iterator[Path]:
     for left in Path(tempfile.gettempdir()).glob(f"{PRIVATE_PREFIX}*"):
         if not is_running(left.name.removeprefix(PRIVATE_PREFIX).partition("-")[0]):
             shutil.rmtree(left, ignore_errors=True)
-    prefix = f"{PRIVATE_PREFIX}{os.getpid()}-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as path:
-        yield Path(path)  # mode 0700
+    path = Path(tempfile.mkdtemp(prefix=f"{PRIVATE_PREFIX}{os.getpid()}-"))  # mode 0700
+    try:
+        yield path
+    finally:  # TemporaryDirectory fails where a folder in it cannot be removed
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def is_running(pid: str) -> bool:

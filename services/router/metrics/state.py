@@ -21,7 +21,7 @@ WORKER_STATES = ("ready", "draining", "unreachable", "another version")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateCollector:
-    """Reads the numbers of requests, whether Redis answers, and failures of Redis."""
+    """Reads numbers of requests and workers, their load, and whether Redis answers."""
 
     model_name: str
     admission: Admission
@@ -29,7 +29,7 @@ class StateCollector:
     index: PrefixIndex
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the gauges of queues, limits and load as metric families."""
+        """Yield the gauges of queues, limits, load and workers as metric families."""
         for name, text, value in (
             ("num_requests_running", "Sequences that have a token", self.admission.num_running),
             ("num_requests_waiting", "Sequences without a token", self.admission.num_waiting),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from typing import get_args
 
 import msgspec
 import pytest
@@ -36,6 +37,7 @@ from pagewire.services.cli.simulation.workload import (
     independent,
 )
 from pagewire.shared.costs.load import NO_LOAD
+from pagewire.shared.settings.types import Policy
 
 MACHINE = MachinePrices(
     source="a test",
@@ -155,7 +157,7 @@ def test_steps_attend_to_the_tokens_before_them() -> None:
 
 
 @pytest.mark.parametrize("plan", [ClusterPlan(0, 2), ClusterPlan(1, 1), ClusterPlan(2, 2)])
-@pytest.mark.parametrize("policy", ["predicted", "prefix", "round_robin"])
+@pytest.mark.parametrize("policy", get_args(Policy))
 def test_each_request_ends_once_and_no_block_stays_in_use(plan: ClusterPlan, policy: str) -> None:
     load = independent(bursts(400.0, 8, seed=3), 150, MIXED, seed=3)
     cluster = SimulatedCluster(dataclasses.replace(plan, policy=policy), MACHINE, LIMITS, seed=3)

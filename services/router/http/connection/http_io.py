@@ -213,8 +213,8 @@ class EventStream(Response):
 
     async def _send_all(self, scope: Scope, send: Send) -> None:
         record_of(scope).has_events = True
-        status = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **status})
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
         if (writer := direct_writer(scope)) is not None:
             writer.begin(self._form)
             self._answers.push_to(writer.push)

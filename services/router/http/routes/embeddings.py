@@ -110,8 +110,8 @@ class EmbeddingResponse(Response):
             self._embeddings.close()
 
     async def _send_all(self, send: Send) -> None:
-        status = {"status": self.status_code, "headers": self.raw_headers}
-        await send({"type": "http.response.start", **status})
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
         part = bytearray(self._begin + b"[")
         for item in self._items():
             part += item
