@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pagewire.services.router.dispatch import dispatcher as dispatch
+from pagewire.shared.control.protocol import PROTOCOL_VERSION
 from pagewire.tests.support.aio import eventually, run_async
 from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker
 from pagewire.tests.support.live_router import MODEL, SECRET, TOKENIZER, LiveRouter, live_router
@@ -212,7 +213,7 @@ def test_a_worker_of_another_release_is_named_and_gets_nothing(redis_url, monkey
     monkeypatch.setattr(dispatch, "WORKER_WAIT_S", 0.3)
 
     async def scenario(router: LiveRouter, workers: Workers) -> None:
-        workers[0].put_record(protocol=1, epoch=2)
+        workers[0].put_record(protocol=PROTOCOL_VERSION + 1, epoch=2)
         await eventually(lambda: any("same release" in r.message for r in caplog.records))
         assert (await router.complete(prompt="Hi")).status_code == 503
 
