@@ -273,7 +273,7 @@ def choose_tiling(
         sms: streaming multiprocessors of the device.
     """
     is_converted = cache_itemsize != itemsize
-    # There are no registers to convert more numbers at once.
+    # Registers do not suffice to convert more numbers at once.
     if itemsize == 4 or dim_pad > 128 or group_pad > 16:
         cache_itemsize = itemsize
     # These programs have no splits: `choose_splits`. Two warps have registers for 16 query heads in

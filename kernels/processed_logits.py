@@ -1,7 +1,7 @@
 """Logits after temperature and limits, as sampling saw them, in plain torch on any device.
 
-For `logprobs_mode: processed`. Few requests ask for it, so there is no kernel, and sorting the rows
-is fast enough.
+For `logprobs_mode: processed`. Few requests ask for it: sorting the rows is fast enough, without a
+kernel.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import random
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -178,22 +178,25 @@ def running_vllm(
                 command += ["--max-num-batched-tokens", str(budget)]
             if linked:
                 command += ["--kv-transfer-config", json.dumps(_CONNECTOR)]
-            own = gpus[number * gpus_each :][:gpus_each]
-            env = {
-                **environment,
-                "CUDA_VISIBLE_DEVICES": ",".join(own),
-                "HF_HUB_OFFLINE": "1",
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_USE_FLASHINFER_SAMPLER": "0",
-                "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-                "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
-            }
+            env = environment | _vllm_settings(gpus[number * gpus_each :][:gpus_each])
             log = logs / f"vllm-{number}.log"
             process = stack.enter_context(server(command, log, env))
             started.append((process, log, f"http://127.0.0.1:{port}"))
         for process, log, url in started:
             wait_ready(process, log, partial(cluster.answers, f"{url}/health"), READY_TIMEOUT_S)
         yield [url for _, _, url in started]
+
+
+def _vllm_settings(gpus: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of a server on these GPUs."""
+    return {
+        "CUDA_VISIBLE_DEVICES": ",".join(gpus),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(late_port()),
+    }
 
 
 def late_port() -> int:
