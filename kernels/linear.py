@@ -9,7 +9,6 @@ that results do not depend on which one it is. cuBLAS computes many rows.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,20 +24,11 @@ from pagewire.kernels._launch import (
 )
 from pagewire.kernels._splits import add_splits, finish_split, split_counters
 
-# cuBLAS is faster above this number of rows; above half of it, too, except for large weights.
-MOST_ROWS = 64
-_LARGE = 1 << 25  # elements of a weight
+MOST_ROWS = 32  # cuBLAS is faster with more
 _BLOCK_OUT = 64
 _BLOCK_IN = 128
+_STAGES = 4
 _MAX_SPLIT_K = 4
-
-
-class _Tiling(NamedTuple):
-    """Tiling of a product: outputs per program, ranges of the inputs, tiles in flight."""
-
-    block_out: int
-    split_k: int
-    stages: int
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -96,11 +86,11 @@ def _linear_kernel(
 
 
 @lru_cache(maxsize=1024)
-def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
-    """Return the tiling of a product; None if cuBLAS should compute it.
+def choose_split(rows: int, outs: int, ins: int, sms: int) -> int | None:
+    """Return into how many ranges a product's inputs are split; None if cuBLAS should compute it.
 
     Measured on an H200: few rows are fastest with about 1.5 programs per SM; more rows, whose
-    splits are costly to add, with 0.8 to 1.6; many rows and outputs with larger tiles.
+    splits are costly to add, with 0.8 to 1.6.
 
     Args:
         rows: rows of x.
@@ -110,11 +100,6 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
     """
     if not 0 < rows <= MOST_ROWS or outs % _BLOCK_OUT or ins % _BLOCK_IN:
         return None
-    if rows > MOST_ROWS // 2 and outs * ins < _LARGE:
-        return None
-    large = 2 * _BLOCK_OUT
-    if rows > MOST_ROWS // 2 and outs % large == 0 and outs // large >= sms:
-        return _Tiling(large, 1, 3)
     tiles = outs // _BLOCK_OUT
     wanted = sms * (1.4 if rows <= LEAST_ROWS else 0.8)
     split_k = 1
@@ -122,7 +107,7 @@ def choose_tiling(rows: int, outs: int, ins: int, sms: int) -> _Tiling | None:
         if ins % (2 * split_k * _BLOCK_IN):
             break
         split_k *= 2
-    return _Tiling(_BLOCK_OUT, split_k, 4)
+    return split_k
 
 
 def _by_cublas(
@@ -147,18 +132,18 @@ def linear(
     """
     rows, ins = x.shape
     outs = weight.shape[0]
-    tiling = None
+    split_k = None
     is_dense = weight.is_contiguous() and (bias is None or bias.is_contiguous())
     if x.element_size() == 2 and x.stride(1) == 1 and is_dense:
-        tiling = choose_tiling(rows, outs, ins, sm_count(x.device))
-    if tiling is None:
+        split_k = choose_split(rows, outs, ins, sm_count(x.device))
+    if split_k is None:
         return _by_cublas(x, weight, bias, out)
     if out is None:
         out = torch.empty((rows, outs), dtype=x.dtype, device=x.device)
     partial = out  # unused without a split
-    if tiling.split_k > 1:
-        partial = torch.empty((tiling.split_k, rows, outs), dtype=torch.float32, device=x.device)
-    _linear_kernel[(outs // tiling.block_out, tiling.split_k)](
+    if split_k > 1:
+        partial = torch.empty((split_k, rows, outs), dtype=torch.float32, device=x.device)
+    _linear_kernel[(outs // _BLOCK_OUT, split_k)](
         x,
         weight,
         weight if bias is None else bias,
@@ -170,10 +155,10 @@ def linear(
         ins,
         x.stride(0),
         BLOCK_ROWS=max(next_power_of_2(rows), LEAST_ROWS),
-        BLOCK_OUT=tiling.block_out,
+        BLOCK_OUT=_BLOCK_OUT,
         BLOCK_IN=_BLOCK_IN,
-        SPLIT_K=tiling.split_k,
-        STAGES=tiling.stages,
+        SPLIT_K=split_k,
+        STAGES=_STAGES,
         HAS_BIAS=bias is not None,
         num_warps=4,
         **overlap_options(x.device, rows),
