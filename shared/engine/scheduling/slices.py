@@ -19,6 +19,10 @@ from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 # its time. So a step of fewer may last several times `step_s`, but no longer than an objective.
 EFFICIENT_CHUNK = 192
 SMALL_STEP_FACTOR = 4
+# A step that is larger than the captured ones is launched kernel by kernel. On a busy host that
+# takes up to 40 ms, as long as the device takes for about this many times the tokens of the largest
+# captured one. A smaller one would wait for the host, which predictions do not know.
+LAUNCHED_FACTOR = 2
 
 
 def chunk_room(
@@ -49,10 +53,12 @@ def chunk_room(
 
 
 def _filling(sizes: tuple[int, ...], work: StepWork, tokens: int) -> int:
-    """Return at most this many tokens, so that a CUDA graph has no empty places if possible."""
+    """Return at most this many tokens, so that the step is a CUDA graph and has no empty places."""
     others = work.rows + work.tokens
+    if not sizes or others + tokens >= LAUNCHED_FACTOR * sizes[-1]:
+        return tokens
     next_size = bisect.bisect_right(sizes, others + tokens)
-    if not 0 < next_size < len(sizes):
-        return tokens  # the step is smaller or larger than any that was captured
-    filling = sizes[next_size - 1] - others
-    return filling if filling >= SMALLEST_CHUNK else tokens
+    filling = sizes[next_size - 1] - others if next_size else 0
+    if filling >= SMALLEST_CHUNK:
+        return filling
+    return 0 if work.tokens and next_size == len(sizes) else tokens

@@ -65,6 +65,12 @@ class Captured(Engine):
     step_sizes = (16, 32, 64, 128, 192, 256)
 
 
+class CapturedToOneHundred(Engine):
+    """An engine whose larger steps are launched kernel by kernel."""
+
+    step_sizes = (16, 32, 64, 100)
+
+
 def with_rows(engine: Engine, *gaps: float | None, answer: int = 1000) -> Engine:
     for number, gap_s in enumerate(gaps):
         engine.add(f"row{number}", 8, answer, gap_s)
@@ -131,6 +137,23 @@ def test_a_step_fills_a_captured_one() -> None:
     engine.add("prompt", 1200, 1)
     works = engine.run(5)
     assert {work.rows + work.tokens for work in works} == {128}  # the next would last 0.024 s
+
+
+@pytest.mark.parametrize("lengths", [[1200], [90, 90, 90, 90]], ids=["one prompt", "several"])
+def test_a_step_with_an_objective_is_no_larger_than_the_captured_ones(lengths: list[int]) -> None:
+    engine = with_rows(CapturedToOneHundred(), 0.02, None)
+    for number, length in enumerate(lengths):
+        engine.add(f"prompt{number}", length, 1)
+    works = engine.run(3)
+    assert works
+    # 150 tokens would last 0.02 s.
+    assert all(90 < work.rows + work.tokens <= 100 for work in works)
+
+
+def test_a_step_that_may_last_long_is_larger_than_the_captured_ones() -> None:
+    engine = with_rows(CapturedToOneHundred(), 0.03, None)
+    engine.add("prompt", 1200, 1)
+    assert all(work.tokens > 200 for work in engine.run(3))
 
 
 def test_a_worker_that_knows_no_prompts_begins_with_short_chunks() -> None:
