@@ -32,8 +32,8 @@ from pagewire.shared.engine.scheduling.step import PrefillChunk
 # 448 rows take 1.4 times as long as those of 512 (docs/notes/engine.md).
 STEP_TOKENS = (16, 32, 64, 128, 192, 256, 320, 384, 512, 576, 640, 768, 896, 1024)
 # The largest captured steps: of one chunk, and of several chunks or with decode rows. With more
-# tokens, the device is slower than the host. After a pause, as prefill workers have them, launching
-# the kernels for 1k tokens takes up to twice as long.
+# tokens, the device is slower than a host whose other threads are idle. After a pause, as prefill
+# workers have them, launching the kernels for 1k tokens takes up to twice as long.
 LARGEST_CHUNK, LARGEST_STEP = 1024, 768
 # One chunk of up to this many tokens has two graphs, because to split its context gains only where
 # that is long. Larger steps are rarely split.
