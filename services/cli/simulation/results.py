@@ -34,9 +34,10 @@ class Promise:
     def objective_s(self) -> float:
         """The workers' `slo_gap_s` that keeps it: a little less, since predictions err a little.
 
-        Where only the mean is promised, no time between two tokens may be longer than that.
+        Where only the mean is promised, no time between two tokens may be longer than that: errors
+        of both signs leave the mean as it is.
         """
-        return SHARE_OF_GAP * (self.tpot_s if self.gap_s == math.inf else self.gap_s)
+        return self.tpot_s if self.gap_s == math.inf else SHARE_OF_GAP * self.gap_s
 
 
 @dataclass(slots=True, eq=False)

@@ -297,6 +297,12 @@ def test_a_promise_is_broken_in_parts() -> None:
     }
 
 
+def test_workers_keep_a_little_less_than_a_promised_gap_or_else_the_promised_mean() -> None:
+    assert Promise(0.6, 0.015, 0.03).objective_s == pytest.approx(0.027)
+    assert Promise(2.0, 0.02).objective_s == 0.02
+    assert Promise(2.0).objective_s == math.inf
+
+
 @pytest.mark.parametrize(("refused", "is_first"), [(0, False), (1, False), (3, True)])
 def test_refusals_are_the_reason_only_if_they_broke_most(refused: int, is_first: bool) -> None:
     late = SimulatedAnswer(1.0, 10, outcome="ok")
