@@ -366,7 +366,7 @@ CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
         for options in ((), (DIM, True), (DIM * 3 // 4,))
         for tokens in TOKENS
     ),
-    "linear": lambda: (_linear(rows, *shape) for rows in (1, 32, 64) for shape in PROJECTIONS),
+    "linear": lambda: (_linear(rows, *shape) for rows in (1, 16, 32) for shape in PROJECTIONS),
     "fp8_linear": lambda: fp8_cases.linear_cases(PROJECTIONS),
     "route": route_cases,
     "experts": expert_cases,
