@@ -62,6 +62,7 @@ def test_programs_fill_the_sms():
     for rows in (1, 16, 17, MOST_ROWS):
         for outs, ins in SHAPES_8B:
             split_k = choose_split(rows, outs, ins, H200_SMS)
+            assert split_k is not None
             assert ins % (split_k * 128) == 0
             assert outs // 64 * split_k >= 0.8 * H200_SMS
 
