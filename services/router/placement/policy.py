@@ -139,7 +139,6 @@ class Policy(Protocol):
 
     def needs_hits(self, num_decodes: int, num_prefills: int) -> bool:
         """Whether the choice among these workers depends on what each has cached."""
-        ...
 
     def place(
         self, prompt: Prompt, decodes: Sequence[Candidate], prefills: Sequence[Candidate]
@@ -149,7 +148,6 @@ class Policy(Protocol):
         Raises:
             NoWorkerError: there is no decode worker.
         """
-        ...
 
 
 class PrefixPolicy:

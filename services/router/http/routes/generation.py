@@ -150,11 +150,9 @@ class ResponseKeeper(Protocol):
 
     async def keep(self, usage: Usage) -> bytes:
         """Store the answer if it is to be; return the response, which says whether it is."""
-        ...
 
     def kept_at_end(self, rest: Deltas, answers: AnswerSet) -> Deltas:
         """Yield the rest of an answer; then store it. An error becomes the response's own."""
-        ...
 
 
 async def counted(request: Request, answer: Awaitable[Response]) -> Response:

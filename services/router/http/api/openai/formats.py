@@ -36,19 +36,15 @@ class Format(Protocol):
 
     def full_response(self, answers: Sequence[TextDelta], usage: Usage) -> bytes:
         """Return the response to a request without streaming; each answer is one part."""
-        ...
 
     def begin(self, usage: Usage) -> bytes:
         """Return the events at the beginning of a stream; empty if there are none."""
-        ...
 
     def stream_chunk(self, index: int, delta: TextDelta) -> bytes:
         """Return the events of a delta; empty if there is nothing to send."""
-        ...
 
     def last(self, usage: Usage) -> bytes:
         """Return the events at the end of a stream."""
-        ...
 
 
 class _OpenAIFormat(ABC):
