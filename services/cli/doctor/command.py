@@ -26,6 +26,7 @@ from pagewire.services.cli.up.machine import (
     LOOPBACK,
     PortTakenError,
     inspect_machine,
+    output_of,
     require_free_port,
 )
 from pagewire.services.cli.up.redis_process import find_server
@@ -209,17 +210,8 @@ async def check_redis(settings: RouterSettings) -> Finding:
 
 
 def _server_version(program: str) -> str:
-    try:
-        done = subprocess.run(
-            [program, "--version"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=VERSION_TIMEOUT_S,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return program
-    words = (word for word in done.stdout.split() if word.startswith("v="))
+    output = output_of(program, "--version", timeout_s=VERSION_TIMEOUT_S)
+    words = (word for word in output.split() if word.startswith("v="))
     return f"{program} {next(words, '').removeprefix('v=')}".strip()
 
 

@@ -120,17 +120,18 @@ def nvlinks(topology: Sequence[str]) -> list[tuple[int, int]]:
 
 def _nvidia_smi(*arguments: str) -> list[str]:
     """Return the lines that the driver's tool prints; none without a driver."""
+    return output_of("nvidia-smi", *arguments, timeout_s=NVIDIA_SMI_TIMEOUT_S).splitlines()
+
+
+def output_of(*command: str, timeout_s: float) -> str:
+    """Return what a program prints; empty if it is not there, or hangs."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", *arguments],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=NVIDIA_SMI_TIMEOUT_S,
+            command, capture_output=True, text=True, check=False, timeout=timeout_s
         )
-    except (OSError, subprocess.TimeoutExpired):  # no driver here, or one that hangs
-        return []
-    return done.stdout.splitlines()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout
 
 
 def require_free_port(host: str, port: int) -> int:
