@@ -8,15 +8,14 @@ STEPS = 6  # bisections after the bounds are known
 HIGHEST, LOWEST = 64.0, 1 / 64
 
 
-def highest_factor(keeps: Callable[[float], bool], steps: int = STEPS) -> float:
+def highest_factor(keeps: Callable[[float], bool]) -> float:
     """Return the highest factor at which `keeps` holds, by halving the range again and again.
 
-    The result is exact to 2 ** (1 / 2 ** steps): with 6 steps, to 1.1 %.
+    The result is exact to 2 ** (1 / 2 ** STEPS), which is 1.1 %.
 
     Args:
         keeps: whether the promise is kept at a factor. Best if it holds up to one factor and not
-            beyond; it is called about `steps` + 2 times.
-        steps: of the search.
+            beyond; it is called about `STEPS` + 2 times.
 
     Returns:
         0 if it does not even hold at `LOWEST`; at most `HIGHEST`.
@@ -32,7 +31,7 @@ def highest_factor(keeps: Callable[[float], bool], steps: int = STEPS) -> float:
             high = low
             if high <= LOWEST:
                 return 0.0
-    for _ in range(steps):
+    for _ in range(STEPS):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if keeps(middle) else (low, middle)
     return low

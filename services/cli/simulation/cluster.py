@@ -229,9 +229,7 @@ class SimulatedCluster:
         arrives_s = self.events.now + (host.hop_ms + host.answer_ms) * 1e-3
         for name in outputs.request_ids:
             requests[name].answer.times.append(arrives_s)
-        individual: list[SimulatedRequest] = []
-        for output in others:
-            individual.append(self._take(decode, output, arrives_s))
+        individual = [self._take(decode, output, arrives_s) for output in others]
         heard = partial(self._hear, decode, decode.recent(), individual)
         self.events.after(host.hop_ms * 1e-3, heard)
 

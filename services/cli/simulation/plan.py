@@ -84,23 +84,19 @@ def plan(
             raise ConfigError("give a promise to keep: --slo-ttft, --slo-itl or --slo-gap")
         load, machine = options.load_of(params), options.machine_of(params)
         trial = TrialLoad(load, machine, promise, params["seed"], capacity)
-        plans = divisions(gpus, params["policy"], params["routers"])
+        policy, routers = params["policy"], params["routers"]
+        divisions = [  # aggregated workers first
+            ClusterPlan(prefill, gpus - prefill, policy, routers) for prefill in range(gpus)
+        ]
         choices = [
             trial.run(division, options.limits_of(params, machine, local))
-            for division in plans
+            for division in divisions
             for local in dict.fromkeys(local_prefill_tokens[: None if division.prefill else 1])
         ]
         if as_json:
             print_json([_report(choice) for choice in _best_first(choices)])
         else:
             _show(choices, promise)
-
-
-def divisions(gpus: int, policy: str, routers: int) -> list[ClusterPlan]:
-    """Return all divisions of GPUs, aggregated workers first."""
-    return [
-        ClusterPlan(num_prefill, gpus - num_prefill, policy, routers) for num_prefill in range(gpus)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
