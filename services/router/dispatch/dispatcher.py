@@ -27,7 +27,7 @@ import msgspec
 from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
 from pagewire.services.router.dispatch.answer_times import AnswerTimes, MeasureOptions
 from pagewire.services.router.dispatch.attempt import Attempt, WorkerLost
-from pagewire.services.router.metrics.requests import AnswerLengths, RouterMetrics
+from pagewire.services.router.metrics.requests import AnswerLengths, RequestMeter, RouterMetrics
 from pagewire.services.router.placement.admission import Admission, AdmissionTicket
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.policy import Placement, Prompt
@@ -84,7 +84,7 @@ class TokenStream:
         self._session = session
         self._output_ids: list[int] = []
         self._scored_until = 1  # the prompt's first token has no log probability
-        self._meter = dispatcher.metrics.meter(len(prompt_ids), answers)
+        self._meter = RequestMeter(dispatcher.metrics, len(prompt_ids), answers)
         self._measures = measures
         if measures.timed:
             self._meter.gaps = array("d")
@@ -394,7 +394,7 @@ class Dispatcher:
         places = iter(self.admission.enter(sum(count for _, _, count in requests), owner))
         streams: list[TokenStream] = []
         for ids, spec, count in requests:
-            lengths, first = self.metrics.answers(count), len(streams)
+            lengths, first = AnswerLengths(self.metrics.longest_answer, count), len(streams)
             for choice in range(count):
                 take, ticket = partial(sink, first + choice), next(places)
                 own_spec = spec.for_choice(choice)

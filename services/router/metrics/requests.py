@@ -47,6 +47,7 @@ class RouterMetrics:
 
     Attributes:
         registry: the metrics of this router.
+        broken_off: answers that ended with an error after their first token.
         migrations: requests that lost their worker and continue at another or at its next run.
         request_errors: HTTP answers with a status of 400 or more.
         outcomes: requests for an answer by outcome; each request is counted once.
@@ -109,29 +110,10 @@ class RouterMetrics:
         )
         self._make_request_counters()
 
-    def meter(self, num_prompt_tokens: int, answers: AnswerLengths | None = None) -> RequestMeter:
-        """Return the meter of a new sequence.
-
-        Args:
-            num_prompt_tokens: length of its prompt.
-            answers: what the prompt's answers share; None if this is the only answer.
-        """
-        return RequestMeter(self, num_prompt_tokens, answers or self.answers(1))
-
     def count_embedding(self, num_tokens: int) -> None:
         """Count an embedding that was computed, and its prompt's tokens."""
         self.embeddings.inc()
         self.prompt_tokens.value += num_tokens
-
-    def answers(self, count: int) -> AnswerLengths:
-        """Return what the meters of a prompt's answers share."""
-        return AnswerLengths(self.longest_answer, count)
-
-    def record_end(self, reason: FinishReason, *, has_begun: bool) -> None:
-        """Count an answer that has ended, with tokens or without."""
-        self.finished[reason].inc()
-        if reason == "error" and has_begun:
-            self._broken_off.inc()
 
     def _make_token_histograms(self) -> None:
         """Make the histograms of complete answers' tokens."""
@@ -156,7 +138,7 @@ class RouterMetrics:
             ["model_name", "finished_reason"],
         )
         self.finished = {why: success.labels(self._model_name, why) for why in FINISH_REASONS}
-        self._broken_off = count(
+        self.broken_off = count(
             "pagewire_answers_broken_off",
             "Answers that ended with an error after their first token",
         )
@@ -262,7 +244,9 @@ class RequestMeter:
         if self._ended:
             return
         self._ended = True
-        self.metrics.record_end(reason, has_begun=self.num_tokens > 0)
+        self.metrics.finished[reason].inc()
+        if reason == "error" and self.num_tokens:
+            self.metrics.broken_off.inc()
         if self.timings is not None:
             self.metrics.queue_time.observe(self.timings.queue_s)
             self.metrics.prefill_time.observe(self.timings.prefill_s)

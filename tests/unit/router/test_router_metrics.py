@@ -9,7 +9,12 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 
 from pagewire import __version__
 from pagewire.services.router.http.api_errors import outcome_of
-from pagewire.services.router.metrics.requests import FIRST_TOKEN_BUCKETS, RouterMetrics
+from pagewire.services.router.metrics.requests import (
+    FIRST_TOKEN_BUCKETS,
+    AnswerLengths,
+    RequestMeter,
+    RouterMetrics,
+)
 from pagewire.services.router.metrics.state import used_share
 from pagewire.services.router.metrics.targets import describe_targets
 from pagewire.shared.base.errors import ProtocolError
@@ -30,6 +35,10 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float:
     return found
 
 
+def meter_of(metrics: RouterMetrics, num_prompt_tokens: int) -> RequestMeter:
+    return RequestMeter(metrics, num_prompt_tokens, AnswerLengths(metrics.longest_answer, 1))
+
+
 def output(count: int, **fields: object) -> TokenOutput:
     return TokenOutput(request_id="r", token_ids=[1] * count, **fields)
 
@@ -37,7 +46,7 @@ def output(count: int, **fields: object) -> TokenOutput:
 def test_ten_requests_of_ten_tokens():
     metrics = RouterMetrics("m")
     for _ in range(10):
-        meter = metrics.meter(20)
+        meter = meter_of(metrics, 20)
         meter.on_output(output(1, cached_tokens=16), time.monotonic())
         for _ in range(8):
             meter.on_output(output(1), time.monotonic())
@@ -66,25 +75,25 @@ def test_ten_requests_of_ten_tokens():
 def test_times_at_a_worker_count_once_whoever_ends_the_answer():
     metrics = RouterMetrics("m")
     early = Timings(queue_s=0.5, prefill_s=0.25)
-    meter = metrics.meter(20)  # its router ends it, at a stop string
+    meter = meter_of(metrics, 20)  # its router ends it, at a stop string
     meter.on_output(output(1, timings=early), time.monotonic())
     meter.on_output(output(1), time.monotonic())
     meter.end("stop")
     assert value(metrics, "vllm:request_queue_time_seconds_count") == 1
     assert value(metrics, "vllm:request_prefill_time_seconds_sum") == 0.25
-    meter = metrics.meter(20)  # it migrates: the last worker's times count
+    meter = meter_of(metrics, 20)  # it migrates: the last worker's times count
     meter.on_output(output(1, finish_reason="abort", timings=early), time.monotonic())
     late = Timings(queue_s=1.5, prefill_s=0.25)
     meter.on_output(output(1, finish_reason="stop", timings=late), time.monotonic())
     assert value(metrics, "vllm:request_queue_time_seconds_count") == 2
     assert value(metrics, "vllm:request_queue_time_seconds_sum") == 2.0
-    metrics.meter(20).end("error")  # no worker has reported
+    meter_of(metrics, 20).end("error")  # no worker has reported
     assert value(metrics, "vllm:request_queue_time_seconds_count") == 2
 
 
 def test_several_tokens_at_once_are_several_gaps():
     metrics = RouterMetrics("m")
-    meter = metrics.meter(1)
+    meter = meter_of(metrics, 1)
     meter.on_output(output(3), time.monotonic())
     meter.on_output(output(4), time.monotonic())
     assert value(metrics, "vllm:time_to_first_token_seconds_count") == 1
@@ -93,7 +102,7 @@ def test_several_tokens_at_once_are_several_gaps():
 
 def test_an_answers_decode_time_is_from_its_first_token_to_its_last():
     metrics = RouterMetrics("m")
-    meter = metrics.meter(1)
+    meter = meter_of(metrics, 1)
     for at in (10.0, 10.5, 12.0):
         meter.on_output(output(2), at)
     meter.end("stop")
@@ -103,8 +112,8 @@ def test_an_answers_decode_time_is_from_its_first_token_to_its_last():
 
 def test_the_longest_of_a_prompts_answers_counts_once_all_have_ended():
     metrics = RouterMetrics("m")
-    lengths = metrics.answers(3)
-    meters = [metrics.meter(4, lengths) for _ in range(3)]
+    lengths = AnswerLengths(metrics.longest_answer, 3)
+    meters = [RequestMeter(metrics, 4, lengths) for _ in range(3)]
     for meter, (count, reason) in zip(
         meters, ((5, "stop"), (9, "length"), (20, "error")), strict=True
     ):
@@ -119,7 +128,7 @@ def test_the_longest_of_a_prompts_answers_counts_once_all_have_ended():
 
 def test_what_only_failed_leaves_no_lengths():
     metrics = RouterMetrics("m")
-    metrics.meter(4).end("error")
+    meter_of(metrics, 4).end("error")
     for name in (
         "request_prompt_tokens",
         "request_decode_time_seconds",
@@ -172,7 +181,7 @@ def test_a_process_shows_its_release_its_restarts_and_its_loops_lag():
 def test_an_answer_breaks_off_after_its_first_token():
     metrics = RouterMetrics("m")
     for tokens in ([], [5]):
-        meter = metrics.meter(1)
+        meter = meter_of(metrics, 1)
         meter.on_output(TokenOutput(request_id="r", token_ids=tokens), 1.0)
         meter.end("error")
     assert value(metrics, "vllm:request_success_total", finished_reason="error") == 2
@@ -181,7 +190,7 @@ def test_an_answer_breaks_off_after_its_first_token():
 
 def test_a_sequence_ends_once():
     metrics = RouterMetrics("m")
-    meter = metrics.meter(1)
+    meter = meter_of(metrics, 1)
     meter.end("abort")
     meter.end("stop")
     assert value(metrics, "vllm:request_success_total", finished_reason="abort") == 1
