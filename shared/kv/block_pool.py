@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import bisect
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -115,7 +115,7 @@ class BlockPool:
         count = len(hashes)
         for group, by_hash in zip(self.layout.groups, self._by_hash, strict=True):
             if group.window is None:
-                count = _run_length(by_hash, hashes[:count])
+                count = run_length(by_hash, hashes[:count])
         if self.layout.has_windows:
             count = self._resumable_end(hashes[:count])
         tables = []
@@ -374,10 +374,10 @@ class BlockPool:
             raise IntegrityError("a free block still has a hash")
 
 
-def _run_length(by_hash: Mapping[BlockHash, int], hashes: Sequence[BlockHash]) -> int:
-    """Return how many of the first hashes have a block."""
+def run_length(known: Container[BlockHash], hashes: Sequence[BlockHash]) -> int:
+    """Return how many of the first hashes are known, without a gap."""
     for index, block_hash in enumerate(hashes):
-        if block_hash not in by_hash:
+        if block_hash not in known:
             return index
     return len(hashes)
 

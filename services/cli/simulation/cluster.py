@@ -24,7 +24,7 @@ from pagewire.services.cli.simulation.results import (
     SimulationSummary,
     summarize,
 )
-from pagewire.services.cli.simulation.router import SimulatedIndex, SimulatedRouter, run_length
+from pagewire.services.cli.simulation.router import SimulatedIndex, SimulatedRouter
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import (
     SimulatedWorker,
@@ -40,6 +40,7 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import Load
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutput, StepOutputs
+from pagewire.shared.kv.block_pool import run_length
 
 
 @dataclass(frozen=True, slots=True)

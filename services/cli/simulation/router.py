@@ -21,6 +21,7 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.optimistic import OptimisticEntries
 from pagewire.shared.kv.block_hash import BlockHash
+from pagewire.shared.kv.block_pool import run_length
 
 HEARTBEAT_S = 1.0  # renewal of records; routers read them twice as often
 INDEX_DELAY_S = 0.051  # a publisher collects changes for 50 ms, then sends them
@@ -56,11 +57,8 @@ class WorkerCache:
 
     def _publish(self) -> None:
         pending, self._pending = self._pending, {}
-        for block_hash, is_cached in pending.items():
-            if is_cached:
-                self.listed.add(block_hash)
-            else:
-                self.listed.discard(block_hash)
+        self.listed |= {block_hash for block_hash, is_cached in pending.items() if is_cached}
+        self.listed -= {block_hash for block_hash, is_cached in pending.items() if not is_cached}
 
 
 @dataclass(slots=True)
@@ -100,16 +98,6 @@ class SimulatedIndex:
             if name == worker_id and other != router and until_s > self.events.now:
                 total = total.plus(load)
         return total
-
-
-def run_length(known: set[BlockHash], hashes: Sequence[BlockHash]) -> int:
-    """Return how many of the first hashes are known, without a gap."""
-    count = 0
-    for block_hash in hashes:
-        if block_hash not in known:
-            break
-        count += 1
-    return count
 
 
 @dataclass(slots=True)
