@@ -121,7 +121,8 @@ class InFlightLoad:
 
     def recently_placed(self, worker_id: str) -> Load:
         """Return the load that the worker's record and newest report may not include yet."""
-        return self._placed_since(worker_id, self._settled(worker_id, records_arrive=True))
+        known = self._reports.get(worker_id)
+        return self._placed_since(worker_id, self._settled(known, records_arrive=True))
 
     def load(self, worker_id: str, on_record: LoadReport, records_arrive: bool = True) -> Load:
         """Return a worker's load: what it last reported, and the load placed since.
@@ -132,16 +133,19 @@ class InFlightLoad:
             records_arrive: whether Redis can be read.
         """
         known = self._reports.get(worker_id)
-        if known is None or _is_newer(on_record, known.report):
-            oldest = self._clock() - self._settle_s if records_arrive else float("-inf")
-            return on_record.load.plus(self._placed_since(worker_id, oldest))
-        oldest = self._settled(worker_id, records_arrive)
-        return known.report.load.plus(self._placed_since(worker_id, oldest))
+        if known is not None and _is_newer(on_record, known.report):
+            known = None
+        report = on_record if known is None else known.report
+        return report.load.plus(self._placed_since(worker_id, self._settled(known, records_arrive)))
 
-    def _settled(self, worker_id: str, records_arrive: bool) -> float:
-        """Return the time since which placements may be missing in the worker's own numbers."""
+    def _settled(self, known: _Arrived | None, records_arrive: bool) -> float:
+        """Return the time since which placements may be missing in the worker's own numbers.
+
+        Args:
+            known: the worker's report, if it is newer than the record.
+            records_arrive: whether Redis can be read.
+        """
         by_record = self._clock() - self._settle_s if records_arrive else float("-inf")
-        known = self._reports.get(worker_id)
         if known is None:
             return by_record
         return max(by_record, known.time_s - known.report.age_s - ROUND_TRIP_S)
