@@ -143,13 +143,14 @@ class BodyReader:
                 reply, prompts = _read_there(process, job, raw)
                 break
             except (ChannelError, OSError, msgspec.DecodeError) as exc:
-                ended_by = _ended_by(process, exc)
+                is_closed = isinstance(exc, (ChannelError, ConnectionError))
+                ended_by = process.killed_by() if is_closed else None
                 self._pool.end(process)
                 if ended_by == signal.SIGABRT:  # as libraries do that get no more memory
                     raise too_costly(len(raw)) from exc
                 if ended_by == signal.SIGPROF:
                     raise too_slow() from exc
-                if was_idle and isinstance(exc, (ChannelError, ConnectionError)):
+                if was_idle and is_closed:
                     continue  # an idle process may have ended
                 problem = f"the process that reads large bodies failed: {exc}"
                 raise RequestFailedError(problem) from exc
@@ -179,12 +180,6 @@ def _read_there(
     reply = receive_message(process.connection, BodyReply)
     prompts = [receive_message(process.connection, PromptInput) for _ in range(reply.num_prompts)]
     return reply, tuple(prompts)
-
-
-def _ended_by(process: ChildProcess, error: Exception) -> int | None:
-    """Return the signal that has ended a process, if one has."""
-    is_closed = isinstance(error, (ChannelError, ConnectionError))
-    return process.killed_by() if is_closed else None
 
 
 def _end(turns: Turns, owner: str, reading: asyncio.Future[GenerationInput]) -> None:
