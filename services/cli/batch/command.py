@@ -160,7 +160,5 @@ class BatchFiles:
             PagewireError: the line cannot be written.
         """
         (self._output if line.is_ok else self._errors).append(line)
-        if line.is_ok:
-            self.tally.ok += 1
-        else:
-            self.tally.failed += 1
+        self.tally.ok += line.is_ok
+        self.tally.failed += not line.is_ok

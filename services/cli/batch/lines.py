@@ -83,11 +83,6 @@ class _Body(msgspec.Struct):
     stream: Any = None
 
 
-_input_line = msgspec.json.Decoder(_InputLine)
-_body = msgspec.json.Decoder(_Body)
-_output_line = msgspec.json.Decoder(OutputLine)
-
-
 def lines_of(file: BinaryIO) -> Iterator[bytes]:
     """Yield each line with its line end, which the last line may lack.
 
@@ -110,7 +105,7 @@ def parse_request(line: bytes) -> BatchRequest | None:
     if not line:
         return None
     try:
-        request = _input_line.decode(line)
+        request = msgspec.json.decode(line, type=_InputLine)
     except UNDECODABLE as exc:
         raise BatchLineError(f"{exc}; a line has custom_id, method, url and body") from exc
     if not 0 < len(request.custom_id) <= MAX_CUSTOM_ID_CHARS:
@@ -121,7 +116,7 @@ def parse_request(line: bytes) -> BatchRequest | None:
         raise BatchLineError(f"url must be one of {', '.join(URLS)}, not {request.url[:100]!r}")
     body = bytes(request.body)
     try:
-        stream = _body.decode(body).stream
+        stream = msgspec.json.decode(body, type=_Body).stream
     except UNDECODABLE as exc:
         raise BatchLineError(f"body: {exc}") from exc
     if stream not in (None, False):
@@ -136,7 +131,7 @@ def parse_output(line: bytes) -> OutputLine:
         BatchLineError: the line has another form.
     """
     try:
-        return _output_line.decode(line)
+        return msgspec.json.decode(line, type=OutputLine)
     except UNDECODABLE as exc:
         raise BatchLineError(f"this is not a line of a batch's output: {exc}") from exc
 

@@ -23,7 +23,6 @@ from pagewire.shared.base.errors import ConfigError, PagewireError
 
 _START = b'{"id":"' + ID_PREFIX.encode()
 COPY_BYTES = 1 << 20
-_encoder = msgspec.json.Encoder()
 
 
 class OutputFile:
@@ -65,7 +64,7 @@ class OutputFile:
         Raises:
             PagewireError: the line cannot be written.
         """
-        data = memoryview(_encoder.encode(line) + b"\n")
+        data = memoryview(msgspec.json.encode(line) + b"\n")
         try:
             end = self._file.seek(0, os.SEEK_END)
             try:
