@@ -114,9 +114,6 @@ def shrunk_contexts(services: list[Service]) -> list[str]:
     ]
 
 
-_decoder = msgspec.json.Decoder(ClusterView)
-
-
 async def fetch_cluster_view(
     client: httpx.AsyncClient, url: str, path: Literal["/cluster", "/health"] = "/cluster"
 ) -> ClusterView | None:
@@ -129,6 +126,6 @@ async def fetch_cluster_view(
     """
     try:
         response = await client.get(f"{url}{path}", timeout=PROBE_TIMEOUT_S)
-        return _decoder.decode(response.content)
+        return msgspec.json.decode(response.content, type=ClusterView)
     except (httpx.HTTPError, *UNDECODABLE):  # no router yet, or another program answers
         return None

@@ -45,9 +45,8 @@ class CtrlC:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.pressed:
-            self.pressed = True
-            self._loop.call_soon_threadsafe(self._stop.set)
+        self.pressed = True
+        self._loop.call_soon_threadsafe(self._stop.set)
 
     async def ends(self, work: Coroutine[Any, Any, T]) -> T | None:
         """Return the result of the work, or None if Ctrl-C cancelled it (takes up to `STOP_S`)."""

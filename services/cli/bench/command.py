@@ -36,7 +36,6 @@ class BenchPlan:
 
     Attributes:
         params: the options' values as given, by name.
-        shared_prefix: number of tokens at the start that all prompts share.
     """
 
     params: dict[str, Any]
@@ -44,7 +43,6 @@ class BenchPlan:
     slo: Slo
     prompt_tokens: Lengths
     output_tokens: Lengths
-    shared_prefix: int
     seed: int
     path: str
 
@@ -132,7 +130,6 @@ def make_plan(params: dict[str, Any]) -> BenchPlan:
         ),
         prompt_tokens=prompt_tokens,
         output_tokens=Lengths.parse(params["output_tokens"]),
-        shared_prefix=params["shared_prefix"],
         seed=secrets.randbelow(1 << 32) if params["seed"] is None else params["seed"],
         path=CHAT if params["endpoint"] == "chat" else COMPLETIONS,
     )
@@ -168,9 +165,8 @@ async def _prepare(
     fields = {"model": name, "temperature": plan.params["temperature"]}
     target = EndpointTarget(client, plan.path, fields)
     ratio = await target.measure_ratio(plan.seed)
-    workload = Workload(
-        plan.prompt_tokens, plan.output_tokens, plan.shared_prefix, ratio, plan.seed
-    )
+    shared_prefix = plan.params["shared_prefix"]
+    workload = Workload(plan.prompt_tokens, plan.output_tokens, shared_prefix, ratio, plan.seed)
     return BenchRun(target, workload, plan.pace, results), name
 
 

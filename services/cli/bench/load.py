@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -134,10 +135,7 @@ def arrival_times(kind: Arrivals, rate: float, seed: int) -> Iterator[float]:
         seed: seed of the gaps.
     """
     if kind == "fixed":
-        count = 0
-        while True:
-            yield count / rate
-            count += 1
+        yield from (count / rate for count in itertools.count())
     rng = random.Random(f"{seed}/arrivals")
     now = 0.0
     while True:

@@ -80,8 +80,6 @@ class Numbers:
     transfer: float | None
 
 
-_decoder = msgspec.json.Decoder(Snapshot)
-
 WINDOW_S = 10.0  # length of the time whose numbers are shown
 SHORTEST_INTERVAL_S = 0.2  # longer than routers reuse a document
 
@@ -121,7 +119,7 @@ async def fetch_snapshot(client: httpx.AsyncClient, url: str) -> Snapshot:
     """
     try:
         response = await client.get(f"{url}/dashboard/data", timeout=PROBE_TIMEOUT_S)
-        snapshot = _decoder.decode(response.content)
+        snapshot = msgspec.json.decode(response.content, type=Snapshot)
     except (httpx.HTTPError, *UNDECODABLE) as exc:
         raise NoRouterError(url) from exc
     if not snapshot.model:

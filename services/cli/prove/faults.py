@@ -55,10 +55,9 @@ class Disturber:
     say: Callable[[str], None]
     facts: Facts
     _pids: dict[str, int | None] = field(default_factory=dict)  # when the run begins
-    _heartbeat_s: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._heartbeat_s = load_settings(RouterSettings, {}).heartbeat_s
+    _heartbeat_s: float = field(
+        default_factory=lambda: load_settings(RouterSettings, {}).heartbeat_s
+    )
 
     async def run(self) -> None:
         """Stream all answers, and disturb them; return when all have ended."""
