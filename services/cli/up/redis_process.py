@@ -8,9 +8,6 @@ import shutil
 import sys
 from pathlib import Path
 
-import redis.asyncio
-from redis.exceptions import RedisError
-
 from pagewire.services.cli.up.processes import ChildSpec
 from pagewire.shared.base.errors import ConfigError, RedisSetupError
 from pagewire.shared.cluster.redis_client import connect_redis
@@ -79,14 +76,11 @@ def _socket_in(private_dir: Path) -> Path:
 
 async def is_answering(url: str) -> bool:
     """Return whether a Redis answers a ping now."""
-    client = redis.asyncio.Redis.from_url(
-        url, socket_timeout=PROBE_S, socket_connect_timeout=PROBE_S, retry=None
-    )
     try:
-        async with client, asyncio.timeout(2 * PROBE_S):
-            await client.ping()
-    except (RedisError, OSError):  # a TimeoutError is an OSError
+        client = await connect_redis(url, PROBE_S)
+    except RedisSetupError:
         return False
+    await client.aclose()
     return True
 
 
