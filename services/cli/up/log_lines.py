@@ -16,7 +16,8 @@ _PREFIXES = re.compile(
 # How a crash begins in C++ and in Python, and the stack of the thread that crashed.
 _CRASH = ("terminate called ", "Fatal Python error: ")
 _CRASHED_THREAD = "Current thread "
-_OF_REQUESTS = "pagewire.services.router.http.server.access_log"
+# What a router's line for a request that has ended has in it.
+OF_REQUESTS = "pagewire.services.router.http.server.access_log"
 
 
 def message_of(line: str) -> str:
@@ -67,8 +68,3 @@ def _index(lines: Sequence[str], start: int, beginnings: tuple[str, ...]) -> int
     """Return where the first line from a start on begins in one of these ways; else the end."""
     indexes = (index for index in range(start, len(lines)) if lines[index].startswith(beginnings))
     return next(indexes, len(lines))
-
-
-def is_of_request(line: str) -> bool:
-    """Whether a router has written a line for a request that has ended."""
-    return _OF_REQUESTS in line

@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 
 from pagewire.services.cli.up import tether
-from pagewire.services.cli.up.log_lines import is_of_request
+from pagewire.services.cli.up.log_lines import OF_REQUESTS
 
 TAIL_LINES = 400  # a crash writes the stacks of all threads
 MAX_LINE_BYTES = 64 << 10  # such as a JSON line with a traceback
@@ -135,7 +135,7 @@ class OutputLog:
         line = raw[:MAX_LINE_BYTES].decode("utf-8", "replace").rstrip()
         if not line:
             return
-        if not is_of_request(line):  # there may be hundreds in a second
+        if OF_REQUESTS not in line:  # there may be hundreds in a second
             self._lines.append(line)
         if self._on_line is not None:
             self._on_line(line)
