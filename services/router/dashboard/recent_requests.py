@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 from pagewire.shared.control.protocol import Timings
 from pagewire.shared.metrics.live import MAX_REQUESTS, MAX_WORKERS_SHOWN, RecentRequest, TimePart
@@ -13,15 +14,6 @@ ANSWER_PATHS = frozenset(
     {"/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses"}
 )
 UNAUTHORIZED = 401
-
-
-class _Entry(NamedTuple):
-    """The fields of a request that its line on the dashboard is made of."""
-
-    request_id: str
-    ended_at: float
-    fields: Mapping[str, Any]
-    timings: Timings | None
 
 
 def is_shown(method: str, path: str, status: int) -> bool:
@@ -42,7 +34,8 @@ class RecentRequests:
 
     def __init__(self, model: str) -> None:
         self._model = model
-        self._ring: deque[_Entry] = deque(maxlen=MAX_REQUESTS)
+        # Each makes a request's line on the dashboard, when somebody looks.
+        self._ring: deque[Callable[[], RecentRequest]] = deque(maxlen=MAX_REQUESTS)
 
     def note(
         self, request_id: str, fields: Mapping[str, Any], timings: Timings | None, now: float
@@ -55,17 +48,18 @@ class RecentRequests:
             timings: what its workers measured; None if that is not known.
             now: Unix time in seconds.
         """
-        self._ring.append(_Entry(request_id, now, fields, timings))
+        self._ring.append(partial(self._described, request_id, now, fields, timings))
 
     def newest_first(self) -> list[RecentRequest]:
         """Return the recorded requests, the one that ended last first."""
-        return [self._described(entry) for entry in reversed(self._ring)]
+        return [described() for described in reversed(self._ring)]
 
-    def _described(self, entry: _Entry) -> RecentRequest:
-        fields = entry.fields
+    def _described(
+        self, request_id: str, ended_at: float, fields: Mapping[str, Any], timings: Timings | None
+    ) -> RecentRequest:
         return RecentRequest(
-            id=entry.request_id,
-            ended_at=entry.ended_at,
+            id=request_id,
+            ended_at=ended_at,
             path=fields["path"],
             model=self._model,
             status=fields["status"],
@@ -77,7 +71,7 @@ class RecentRequests:
             output_tokens=fields.get("output_tokens"),
             ttft_s=fields.get("ttft_s"),
             workers=fields.get("workers", [])[:MAX_WORKERS_SHOWN],
-            parts=parts_of(fields["duration_s"], fields.get("ttft_s"), entry.timings),
+            parts=parts_of(fields["duration_s"], fields.get("ttft_s"), timings),
         )
 
 
