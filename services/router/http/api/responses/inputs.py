@@ -23,6 +23,7 @@ from pagewire.services.router.http.api.openai.schemas import MAX_MESSAGES, ChatM
 from pagewire.services.router.http.api.responses import bodies
 from pagewire.services.router.http.api.responses.messages import ChatBuilder
 from pagewire.services.router.http.api.responses.objects import EchoedFields, EchoedReasoning
+from pagewire.services.router.http.unsupported import NAMES_IN_RESPONSES
 from pagewire.services.router.http.wrong_fields import read_in_full
 from pagewire.services.router.text.served_model import ServedModel
 from pagewire.shared.base.errors import InvalidRequestError
@@ -30,12 +31,6 @@ from pagewire.shared.tool_calls import definitions
 
 MAX_STORED_BYTES = 256 << 10  # for a response together with its conversation
 LENGTH_BYTES = 4
-
-_RENAMED = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
 
 
 def with_history(raw: bytes | bytearray, history: bytes) -> bytes:
@@ -221,7 +216,7 @@ def _client_field(field: str, paths: list[str]) -> str:
         return path if rest == ".content" else f"{own}{rest}"
     if field.startswith("tools["):
         return field.replace("].function.", "].", 1).removesuffix(".function")
-    for name, ours in _RENAMED.items():
+    for name, ours in NAMES_IN_RESPONSES.items():
         if field == name or field.startswith((f"{name}.", f"{name}[")):
             return ours + field.removeprefix(name)
     return field
