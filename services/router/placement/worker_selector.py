@@ -106,22 +106,20 @@ class WorkerSelector:
         """
         decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
         identity = next((record.model_identity for record in (*decodes, *prefills)), None)
-        prefills = [worker for worker in prefills if worker.model_identity == identity]
-        links, wanted = self._prefill_links, Load(tokens=num_tokens)
-        loads = {
-            worker.worker_id: self._load(worker).tokens
-            for worker in prefills
-            if worker.worker_id not in excluded
-        }
-        if not loads and identity is not None:
-            links, wanted = self._links, Load(blocks=-(-num_tokens // identity.block_size))
-            loads = {
-                worker.worker_id: self._load(worker).blocks
-                for worker in decodes
-                if worker.worker_id not in excluded
-            }
-        workers = [links.get(worker_id) for worker_id in sorted(loads, key=loads.__getitem__)]
-        return [(link, wanted) for link in workers if link is not None]
+        prefills = [
+            record
+            for record in prefills
+            if record.model_identity == identity and record.worker_id not in excluded
+        ]
+        if prefills or identity is None:
+            wanted = Load(tokens=num_tokens)
+            ordered = sorted(prefills, key=lambda record: self._load(record).tokens)
+        else:
+            wanted = Load(blocks=-(-num_tokens // identity.block_size))
+            decodes = [record for record in decodes if record.worker_id not in excluded]
+            ordered = sorted(decodes, key=lambda record: self._load(record).blocks)
+        links = [self.link_of(record.worker_id) for record in ordered]
+        return [(link, wanted) for link in links if link is not None]
 
     def link_of(self, worker_id: str) -> WorkerLink | None:
         """Return the connection to a worker of either role; None if there is none."""
