@@ -110,8 +110,7 @@ class MessageFormat:
         return closed + _event("content_block_start", index=self._num_blocks, content_block=empty)
 
     def _delta(self, added: objects.EventDelta) -> bytes:
-        event = objects.MessageEvent("content_block_delta", index=self._num_blocks, delta=added)
-        return sse(event, event.type)
+        return _event("content_block_delta", index=self._num_blocks, delta=added)
 
     def _close(self) -> bytes:
         if self._open is None:
