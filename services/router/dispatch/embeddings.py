@@ -161,15 +161,13 @@ class _Attempt(Attempt):
         Raises:
             RequestFailedError: the worker failed, or did not answer in time.
         """
-        is_over = False
         try:
             outcome = await self.outcome(timeout)
-            is_over = True
         except TimeoutError as exc:
             problem = f"no embedding from {self.link.worker_id} within {timeout:g} s"
             raise RequestFailedError(problem) from exc
         finally:
-            self.end(cancel=not is_over)
+            self.end(cancel=not self._has_ended)
         if isinstance(outcome, Exception):
             raise outcome
         return self._vector if outcome is None else outcome
