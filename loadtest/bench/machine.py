@@ -11,16 +11,14 @@ import argparse
 import math
 import random
 import sys
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, cast
 
 import msgspec
 import numpy as np
+from msgspec.structs import astuple
 
-from pagewire.services.cli.simulation.device import PlanReader
+from pagewire.loadtest.bench.step_costs import RecordedCosts
 from pagewire.services.cli.simulation.machine import (
     HostPrices,
     MachinePrices,
@@ -29,10 +27,8 @@ from pagewire.services.cli.simulation.machine import (
     Work,
 )
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
-from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
 from pagewire.shared.request.sampling import RequestSpec
 
 ROUNDS = 12  # rounds with each number of rows
@@ -40,55 +36,6 @@ ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = 12  # decode steps in a round
 REFITS, USUAL_ERRORS = 3, 3.0  # fits without the steps that the fit before explains least
 Sample = tuple[Work, float]
-
-
-@dataclass
-class Recorder:
-    """Takes an executor's place, and notes what its steps compute."""
-
-    executor: Executor
-    works: deque[Work] = field(default_factory=deque)
-    _reader: PlanReader = field(default_factory=PlanReader)
-
-    def execute(self, plan: StepPlan) -> PendingStep:
-        """Record a step's work, then let the executor launch it."""
-        work = self._reader.work_of(plan)
-        if plan.has_rows:
-            self.works.append(work)
-        return self.executor.execute(plan)
-
-    def sample(self, masks: GrammarMasks) -> None:
-        """Launch the sampling of a step."""
-        self.executor.sample(masks)
-
-
-class RecordingCosts:
-    """Notes how long steps take, and passes that on to the engine's own costs.
-
-    Attributes:
-        samples: works and seconds so far.
-    """
-
-    def __init__(self, costs: Any, works: deque[Work]) -> None:
-        self.samples: list[Sample] = []
-        self._costs, self._works = costs, works
-
-    def __getattr__(self, name: str) -> Any:
-        """Return what the engine's costs have."""
-        return getattr(self._costs, name)
-
-    def observe(self, work: Any, seconds: float) -> None:
-        """Record a step's duration, then pass it on to the cost model."""
-        self.samples.append((self._works.popleft(), seconds))
-        self._costs.observe(work, seconds)
-
-
-def record(core: EngineCore) -> RecordingCosts:
-    """Have an engine's steps recorded from now on; it must be idle."""
-    recorder = Recorder(core.executor)
-    costs: Any = RecordingCosts(core.steps.costs, recorder.works)
-    core.executor, core.steps.costs = recorder, costs
-    return cast(RecordingCosts, costs)
 
 
 def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> None:
@@ -125,10 +72,10 @@ def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     tokens = [work.rows + work.tokens for work, _ in samples]
     knots = [1 << power for power in range(max(tokens).bit_length()) if 1 << power <= max(tokens)]
     knots = [*knots, 2 * knots[-1]]
-    rows = []
-    for (work, _), count in zip(samples, tokens, strict=True):
-        rows.append([*_hats(knots, count), work.rows, work.contexts, work.products])
-    matrix, seconds = np.array(rows, float), np.array([took for _, took in samples])
+    # The share of each knot in a value that is linear between knots.
+    shares = [np.interp(tokens, knots, unit) for unit in np.eye(len(knots))]
+    counts = np.array([(work.rows, work.contexts, work.products) for work, _ in samples])
+    matrix, seconds = np.column_stack([*shares, counts]), np.array([took for _, took in samples])
     weighted = matrix / seconds[:, None]
     smooth = np.zeros((len(knots), matrix.shape[1]))  # a point without steps lies between others
     for index in range(1, len(knots) - 1):
@@ -148,15 +95,6 @@ def _fit(samples: Sequence[Sample]) -> tuple[StepTable, float]:
     )
     error = median(abs(table.step_s(work) / took - 1) for work, took in samples)
     return table, error
-
-
-def _hats(knots: Sequence[int], count: int) -> list[float]:
-    """Return the share of each knot in a value that is linear between knots."""
-    shares = [0.0] * len(knots)
-    right = next(index for index in range(1, len(knots)) if count <= knots[index])
-    part = (count - knots[right - 1]) / (knots[right] - knots[right - 1])
-    shares[right - 1], shares[right] = 1 - part, part
-    return shares
 
 
 def _not_negative(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
@@ -214,9 +152,9 @@ def main() -> None:
     core, config = llm.engine.core, llm.engine.config
     longest = min(options.longest, llm.engine.max_model_len - STEPS - 1)
     run_steps(core, longest // 4, 4, config.vocab_size)  # warms up
-    costs = record(core)
+    recorded = core.steps.costs = RecordedCosts(core.steps.costs)
     run_steps(core, longest, options.max_rows, config.vocab_size)
-    samples = costs.samples
+    samples = [(Work(*astuple(work)), seconds) for work, _, seconds in recorded.steps]
     table, error = fit(samples)
     source = f"{options.model} on {llm.engine.device}, {len(samples)} steps"
     wire = msgspec.json.decode(options.wire, type=WirePrices)
