@@ -109,6 +109,11 @@ class CpuSampler:
         cores |= {MACHINE: busy, OTHERS: max(0.0, busy - sum(cores.values()))}
         return CpuSample(now, cores)
 
+    def sample_workers(self) -> dict[str, float]:
+        """Return how many cores each prefill and decode worker has used since the sample before."""
+        cores = sorted(self.sample().cores.items())
+        return {name: used for name, used in cores if name.startswith(("prefill-", "decode-"))}
+
     def _used_since(self) -> dict[str, float]:
         """Return CPU seconds since the last call, by name."""
         names: dict[int, str | None] = {os.getpid(): None}

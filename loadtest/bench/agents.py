@@ -25,19 +25,18 @@ import shlex
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-
-import psutil
 
 from pagewire.loadtest.bench.clusters import READY_TIMEOUT_S
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.tables import emit, markdown
-from pagewire.loadtest.cluster import Running, running_cluster
-from pagewire.loadtest.cpu import pin, process_name
+from pagewire.loadtest.cluster import running_cluster
+from pagewire.loadtest.cpu import CpuSampler, pin
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient, Reply
 from pagewire.services.cli.simulation.workload import AgentShape, Conversation, PromptPart, agents
@@ -105,17 +104,6 @@ def long_model(directory: Path, is_gpu: bool) -> Path:
     return model
 
 
-def used_s(cluster: Running) -> dict[str, list[float]]:
-    """Return the seconds of processor time that the workers have used so far, by role."""
-    seconds: dict[str, list[float]] = {}
-    for child in psutil.Process(cluster.pid).children(recursive=True):
-        role = (process_name(child.cmdline()) or "").partition("-")[0]
-        if role in ("prefill", "decode"):
-            times = child.cpu_times()
-            seconds.setdefault(role, []).append(times.user + times.system)
-    return seconds
-
-
 async def measure(url: str, load: Sequence[Conversation]) -> Findings:
     """Let the agents work; returns what was measured."""
     found = Findings()
@@ -152,13 +140,12 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with running_cluster(options, Path(made) / str(number), READY_TIMEOUT_S) as cluster:
                 if not args.gpu:
                     pin(cluster.pid)
-                before, began = used_s(cluster), time.monotonic()
+                sampler = CpuSampler()
+                sampler.sample()  # CPU time used before does not count
                 measured = asyncio.run(measure(cluster.url, load))
-                after, took_s = used_s(cluster), time.monotonic() - began
-            busy = [
-                f"{role} {(sum(now) - sum(before[role])) / len(now) / took_s:.0%}"
-                for role, now in sorted(after.items())
-            ]
+                cores = sampler.sample_workers()
+            by_role = groupby(cores.items(), key=lambda used: used[0].partition("-")[0])
+            busy = [f"{role} {fmean(used for _, used in group):.0%}" for role, group in by_role]
             yield {"cluster": text, **measured.row(), "busy": " ".join(busy)}
 
 

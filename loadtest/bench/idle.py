@@ -23,17 +23,12 @@ def idle(seconds: float = SECONDS) -> list[Row]:
     """
     time.sleep(SETTLE_S)
     sampler = CpuSampler()
-    before = _workers(sampler)
+    before = sampler.sample_workers()
     time.sleep(seconds)
-    after = _workers(sampler)
+    after = sampler.sample_workers()
     if not before or before.keys() != after.keys():
         raise BenchError(f"workers were {list(before)} at first, and {list(after)} at the end")
     return [
         {"what": "idle", "worker": name, "percent_of_a_core": 100 * cores}
         for name, cores in after.items()
     ]
-
-
-def _workers(sampler: CpuSampler) -> dict[str, float]:
-    cores = sorted(sampler.sample().cores.items())
-    return {name: used for name, used in cores if name.startswith(("prefill-", "decode-"))}
