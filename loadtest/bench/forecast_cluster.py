@@ -13,8 +13,8 @@ import asyncio
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import replace
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -36,26 +36,18 @@ KEPT = 0.9
 Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
-class RequestLoad:
-    """Requests that a cluster and its simulation get alike."""
-
-    workload: Workload
-    seconds: float
-
-    def conversations(self, rate: float) -> list[Conversation]:
-        """Return the requests as the simulator takes them."""
-        ratio = self.workload.ratio
-        conversations: list[Conversation] = []
-        for number, time_s in enumerate(arrival_times("poisson", rate, self.workload.seed)):
-            if time_s >= self.seconds:
-                return conversations
-            request = self.workload.request(number)
-            words = len(request.prompt.split())
-            tokens = round(ratio.fixed + ratio.per_word * words)
-            turn = Turn((PromptPart(number + 1, tokens),), request.output_tokens)
-            conversations.append(Conversation(time_s, (turn,)))
-        return conversations
+def conversations_of(workload: Workload, rate: float, seconds: float) -> list[Conversation]:
+    """Return a workload's requests as the simulator takes them."""
+    ratio = workload.ratio
+    conversations: list[Conversation] = []
+    times = arrival_times("poisson", rate, workload.seed)
+    for number, time_s in enumerate(takewhile(lambda time_s: time_s < seconds, times)):
+        request = workload.request(number)
+        words = len(request.prompt.split())
+        tokens = round(ratio.fixed + ratio.per_word * words)
+        turn = Turn((PromptPart(number + 1, tokens),), request.output_tokens)
+        conversations.append(Conversation(time_s, (turn,)))
+    return conversations
 
 
 async def measure(
@@ -67,7 +59,7 @@ async def measure(
         model = await client.choose_model(None)
         target = EndpointTarget(client, COMPLETIONS, {"model": model, "temperature": 0})
         ratio = await target.measure_ratio(workload.seed)
-        workload = Workload(workload.prompt_tokens, workload.output_tokens, 0, ratio, workload.seed)
+        workload = replace(workload, ratio=ratio)
         for rate in rates:
             results = Results(slo)
             run = BenchRun(target, workload, RequestPace(rate=rate, duration_s=seconds), results)
@@ -85,12 +77,12 @@ async def measure(
 
 
 def simulate(
-    plan: ClusterPlan, machine: MachinePrices, load: RequestLoad, rate: float, slo: Slo
+    plan: ClusterPlan, machine: MachinePrices, load: Sequence[Conversation], slo: Slo
 ) -> Figures:
     """Return the figures of the same requests by simulation."""
     limits = WorkerLimits(machine.max_step_tokens, caching=False)
     cluster = SimulatedCluster(plan, machine, limits)
-    cluster.run(load.conversations(rate))
+    cluster.run(load)
     summary = cluster.summary(Promise(slo.ttft_s or 1e9, slo.itl_s or 1e9))
     return {
         "done_s": summary.completed_per_s,
@@ -133,8 +125,8 @@ def compare(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             pin(cluster.pid)
             measuring = measure(cluster.url, workload, args.rates, args.seconds, slo)
             workload, measured = asyncio.run(measuring)
-        load = RequestLoad(workload, args.seconds)
-        summaries = [simulate(plan, machine, load, rate, slo) for rate in args.rates]
+        loads = [conversations_of(workload, rate, args.seconds) for rate in args.rates]
+        summaries = [simulate(plan, machine, load, slo) for load in loads]
         for rate, real, simulated in zip(args.rates, measured, summaries, strict=True):
             pairs = {name: f"{real[name]:.3g} / {simulated[name]:.3g}" for name in real}
             yield {"cluster": plan.label, "rate": rate, **pairs}
