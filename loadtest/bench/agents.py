@@ -34,7 +34,7 @@ from typing import Any
 
 from pagewire.loadtest.bench.clusters import READY_TIMEOUT_S
 from pagewire.loadtest.bench.model import write_model
-from pagewire.loadtest.bench.tables import emit, markdown
+from pagewire.loadtest.bench.tables import emit_all
 from pagewire.loadtest.cluster import running_cluster
 from pagewire.loadtest.cpu import CpuSampler, pin
 from pagewire.services.cli.bench.stats import percentile
@@ -178,11 +178,7 @@ def main() -> int:
     parser.add_argument("--scale", type=int, default=5, help="divisor of all lengths")
     parser.add_argument("--faster", type=float, default=1.0, help="divisor of all pauses")
     parser.add_argument("--seed", type=int, default=0)
-    rows = []
-    for row in compare(parser.parse_args()):
-        emit("agents", **row)
-        rows.append(row)
-    print(markdown(rows))
+    emit_all("agents", compare(parser.parse_args()))
     return 0
 
 

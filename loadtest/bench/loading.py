@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ import torch
 from pagewire.loadtest.bench.checkpoints import write_checkpoint
 from pagewire.loadtest.bench.clusters import run_bench
 from pagewire.loadtest.bench.shapes import SHAPES
-from pagewire.loadtest.bench.tables import emit, markdown
+from pagewire.loadtest.bench.tables import emit_all
 from pagewire.loadtest.cluster import BenchError
 from pagewire.shared.engine.build import build_engine
 from pagewire.shared.settings.config import WorkerSettings, load_settings
@@ -80,13 +81,12 @@ def load(model: Path, options: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def measure(args: argparse.Namespace, folder: Path) -> None:
-    """Write and load each model; print the table.
+def measure(args: argparse.Namespace, folder: Path) -> Iterator[dict[str, Any]]:
+    """Write and load each model; yield the rows of the table.
 
     Raises:
         BenchError: a model is unknown, or cannot be loaded.
     """
-    rows = []
     for name in args.models:
         shape, _, form = name.partition(":")
         if shape not in SHAPES:
@@ -95,12 +95,10 @@ def measure(args: argparse.Namespace, folder: Path) -> None:
         if not model.exists():
             write_checkpoint(model, SHAPES[shape], form)
         for _ in range(args.times):
-            rows.append({"model": name, **_in_a_process(model, args)})
-            emit("loading", **rows[-1])
+            yield {"model": name, **_in_a_process(model, args)}
         if not args.keep:
             for file in model.iterdir():
                 file.unlink()
-    print(markdown(rows))
 
 
 def _in_a_process(model: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -127,7 +125,8 @@ def main() -> int:
         return 0
     args.keep = args.folder is not None
     with tempfile.TemporaryDirectory() as made:
-        return run_bench(lambda: measure(args, args.folder or Path(made)))
+        rows = measure(args, args.folder or Path(made))
+        return run_bench(lambda: emit_all("loading", rows))
 
 
 if __name__ == "__main__":

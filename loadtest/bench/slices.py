@@ -29,7 +29,7 @@ from pagewire.loadtest.bench.clusters import (
 from pagewire.loadtest.bench.model import write_model
 from pagewire.loadtest.bench.phases import Row, isolation_row, streams
 from pagewire.loadtest.bench.shapes import SHAPES
-from pagewire.loadtest.bench.tables import emit, markdown
+from pagewire.loadtest.bench.tables import emit_all
 
 
 async def measure(url: str, cases: Sequence[dict[str, Any]], times: int) -> list[Row]:
@@ -84,15 +84,7 @@ def main() -> int:
     parser.add_argument("--num-blocks", type=int, help="size of the KV pool")
     parser.add_argument("--vllm", type=Path, help="folder of a separate installation of vLLM")
     args = parser.parse_args()
-
-    def work() -> None:
-        rows = []
-        for row in results(args):
-            emit(**{"what": "slices", **row})
-            rows.append(row)
-        print(markdown(rows))
-
-    return run_bench(work)
+    return run_bench(lambda: emit_all("slices", results(args)))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import Any
 
@@ -12,6 +12,15 @@ def emit(what: str, **fields: Any) -> None:
     """Print one result; floats have four significant digits, or are whole from 1000 on."""
     rounded = {name: _rounded(value) for name, value in fields.items()}
     print("RESULT " + json.dumps({"what": what} | rounded), flush=True)
+
+
+def emit_all(what: str, rows: Iterable[dict[str, Any]]) -> None:
+    """Print each row as soon as it is there, as a result, and then a table of them all."""
+    shown = []
+    for row in rows:
+        emit(**{"what": what, **row})
+        shown.append(row)
+    print(markdown(shown))
 
 
 def _rounded(value: Any) -> Any:
