@@ -13,7 +13,7 @@ import httpx
 
 from pagewire.loadtest.cluster import BenchError
 from pagewire.loadtest.faults.measures import Capacity, KvMeter, measured_capacity
-from pagewire.loadtest.faults.players import Player, Prepared, measured_ratio
+from pagewire.loadtest.faults.players import Player, Prepared
 from pagewire.loadtest.faults.processes import SystemUnderTest
 from pagewire.loadtest.faults.results import (
     Observation,
@@ -24,6 +24,7 @@ from pagewire.loadtest.faults.results import (
     time_to_full,
 )
 from pagewire.loadtest.faults.scenarios import (
+    BenchmarkSettings,
     PlannedFault,
     Scenario,
     ScenarioLoad,
@@ -31,32 +32,12 @@ from pagewire.loadtest.faults.scenarios import (
     streams,
 )
 from pagewire.loadtest.faults.system import System
-from pagewire.services.cli.client.openai_client import OpenAIClient
+from pagewire.services.cli.bench.runner import EndpointTarget
+from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 from pagewire.shared.base.errors import PagewireError
 
 HEAD_START_S = 0.2  # until the first request
 CAPACITY_SHARE = 0.9  # without a command for it, this much of the capacity means that it is whole
-
-
-@dataclass(frozen=True)
-class BenchmarkSettings:
-    """How the benchmark runs, apart from the load.
-
-    Attributes:
-        seed: seed of all random choices.
-        timeout_s: a client's timeout, after which a silent server fails its request.
-        retries: how often a client sends a failed request again.
-        probe_clients: number of requests at once that measure the capacity.
-        recovery_s: longest time that the system has to be whole again after a run.
-        api_key: key that is sent with each request.
-    """
-
-    seed: int
-    timeout_s: float
-    retries: int
-    probe_clients: int
-    recovery_s: float
-    api_key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,17 +123,9 @@ class Benchmark:
         async with client, self._running.running():
             say(f"{self._system.name} is ready at {self._system.url}")
             model = await client.choose_model(self._system.model)
-            ratio = await measured_ratio(client, model, settings.seed)
-            player = Player(
-                client=client,
-                model=model,
-                vocab=self._system.vocab,
-                ratio=ratio,
-                seed=settings.seed,
-                temperature=self._load.temperature,
-                timeout_s=settings.timeout_s,
-                retries=settings.retries,
-            )
+            target = EndpointTarget(client, COMPLETIONS, {"model": model, "temperature": 0})
+            ratio = await target.measure_ratio(settings.seed)  # also warms the endpoint up
+            player = Player(client, model, self._system.vocab, ratio, self._load, settings)
             return await self._play_all(player, scenarios, on_result)
 
     async def _play_all(
@@ -306,7 +279,7 @@ class Benchmark:
         Raises:
             BenchError: a request failed.
         """
-        capacity = await measured_capacity(player, self._load, self._settings.probe_clients)
+        capacity = await measured_capacity(player)
         if capacity.failed:
             raise BenchError(f"a request failed without any fault: {capacity.error}")
         return capacity
@@ -320,12 +293,11 @@ class Benchmark:
         until it is what it was.
         """
         if self._system.whole:
-            clients = self._settings.probe_clients
-            return await measured_capacity(player, self._load, clients), seen
+            return await measured_capacity(player), seen
         deadline = time.monotonic() + self._settings.recovery_s
         checks = [Observation(0.0, time.monotonic() - began, False)]
         while True:
-            after = await measured_capacity(player, self._load, self._settings.probe_clients)
+            after = await measured_capacity(player)
             now = time.monotonic()
             is_full = after.tokens_per_s >= CAPACITY_SHARE * before.tokens_per_s
             if is_full or now > deadline:

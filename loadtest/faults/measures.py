@@ -12,7 +12,7 @@ import httpx
 from pagewire.loadtest.cluster import BenchError
 from pagewire.loadtest.faults.players import Player
 from pagewire.loadtest.faults.results import LEAST_SHARE, SentRequest
-from pagewire.loadtest.faults.scenarios import PlannedRequest, ScenarioLoad
+from pagewire.loadtest.faults.scenarios import PlannedRequest
 from pagewire.loadtest.faults.system import KvUsage
 from pagewire.loadtest.sampler import labels_of, parse_metrics
 from pagewire.shared.base.errors import PagewireError
@@ -108,14 +108,9 @@ class Capacity:
     error: str
 
 
-async def measured_capacity(player: Player, load: ScenarioLoad, clients: int) -> Capacity:
-    """Return the best capacity of a few times.
-
-    Args:
-        player: sends the requests.
-        load: their lengths are the longest of the streams.
-        clients: number of requests.
-    """
+async def measured_capacity(player: Player) -> Capacity:
+    """Return the best capacity of a few times, with requests as long as the longest stream."""
+    load, clients = player.load, player.settings.probe_clients
     best, failed = 0.0, list[SentRequest]()
     for time_number in range(PROBE_TIMES):
         first = PROBE_INDEX + clients * (1 + time_number)

@@ -11,9 +11,13 @@ from typing import Any
 import msgspec
 
 from pagewire.loadtest.faults.results import SentRequest
-from pagewire.loadtest.faults.scenarios import PlannedRequest, prompt_of
+from pagewire.loadtest.faults.scenarios import (
+    BenchmarkSettings,
+    PlannedRequest,
+    ScenarioLoad,
+    prompt_of,
+)
 from pagewire.services.cli.bench.load import TokenRatio
-from pagewire.services.cli.bench.runner import EndpointTarget
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
 
@@ -39,20 +43,16 @@ class Player:
         model: model to request.
         vocab: token ids in prompts are below this; 0: prompts are text.
         ratio: how the endpoint counts the tokens of a text.
-        seed: seed of prompts and of sampling.
-        temperature: sampling temperature.
-        timeout_s: the client's timeout, after which a silent server fails a request.
-        retries: how often a failed request is sent again.
+        load: size of the load; has the sampling temperature.
+        settings: how the benchmark runs: its seed, the client's timeout, retries.
     """
 
     client: OpenAIClient
     model: str
     vocab: int
     ratio: TokenRatio
-    seed: int
-    temperature: float
-    timeout_s: float
-    retries: int = 0
+    load: ScenarioLoad
+    settings: BenchmarkSettings
 
     def prepare(self, requests: Sequence[PlannedRequest]) -> list[Prepared]:
         """Return requests with their bodies: long prompts take milliseconds to make."""
@@ -70,19 +70,19 @@ class Player:
         return [task.result() for task in tasks]
 
     def _body(self, request: PlannedRequest) -> dict[str, Any]:
-        prompt = prompt_of(request, self.vocab, self.ratio, self.seed)
+        prompt = prompt_of(request, self.vocab, self.ratio, self.settings.seed)
         body = {
             "model": self.model,
             "prompt": msgspec.Raw(msgspec.json.encode(prompt)),
             "max_tokens": request.output_tokens,
-            "temperature": self.temperature,
+            "temperature": self.load.temperature,
         }
-        return body | ({"seed": request.index} if self.temperature else {})
+        return body | ({"seed": request.index} if self.load.temperature else {})
 
     async def _send(self, prepared: Prepared, began: float) -> SentRequest:
         await asyncio.sleep(began + prepared.request.at - time.monotonic())
         sent = await self._attempt(prepared)
-        for retry in range(self.retries):
+        for retry in range(self.settings.retries):
             if sent.status != "failed":
                 break
             await asyncio.sleep(RETRY_AFTER_S)
@@ -93,7 +93,8 @@ class Player:
     async def _attempt(self, prepared: Prepared) -> SentRequest:
         request = prepared.request
         sent, start = SentRequest(request), time.monotonic()
-        limit = self.timeout_s * REQUEST_TIMEOUTS if request.stay_s is None else request.stay_s
+        longest = self.settings.timeout_s * REQUEST_TIMEOUTS
+        limit = longest if request.stay_s is None else request.stay_s
 
         def record_arrival(_text: str) -> None:
             sent.times.append(time.monotonic() - start)
@@ -113,14 +114,3 @@ class Player:
             sent.token_ids, sent.times = reply.token_ids, reply.token_times()
         sent.end = time.monotonic() - start
         return sent
-
-
-async def measured_ratio(client: OpenAIClient, model: str, seed: int) -> TokenRatio:
-    """Warm an endpoint up; return how it counts the tokens of a text.
-
-    Raises:
-        EndpointError: the endpoint does not answer.
-    """
-    return await EndpointTarget(
-        client, COMPLETIONS, {"model": model, "temperature": 0}
-    ).measure_ratio(seed)

@@ -161,7 +161,7 @@ class SystemUnderTest:
             try:
                 await _end_of(process)
             finally:
-                await _stop(process)
+                await asyncio.to_thread(cluster.stop, process)  # also what a dead one has left
             if not self._has_started:
                 text = log.read_text(encoding="utf-8", errors="replace")
                 code = process.returncode
@@ -196,13 +196,6 @@ async def _end_of(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is not None:
             return
         await asyncio.sleep(POLL_S)
-
-
-async def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Stop a process, and end what a dead one has left."""
-    if process.poll() is None:
-        await asyncio.to_thread(cluster.stop, process)
-    _kill(process)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

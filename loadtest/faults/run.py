@@ -25,9 +25,14 @@ import msgspec
 
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
-from pagewire.loadtest.faults.benchmark import Benchmark, BenchmarkSettings, Report, first_error
+from pagewire.loadtest.faults.benchmark import Benchmark, Report, first_error
 from pagewire.loadtest.faults.results import row, summary_row
-from pagewire.loadtest.faults.scenarios import SCENARIOS, ScenarioLoad, choose
+from pagewire.loadtest.faults.scenarios import (
+    SCENARIOS,
+    BenchmarkSettings,
+    ScenarioLoad,
+    choose,
+)
 from pagewire.loadtest.faults.system import System, parse_settings, read_system
 from pagewire.loadtest.versions import versions
 from pagewire.services.cli.bench.load import Lengths

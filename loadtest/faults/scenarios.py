@@ -48,6 +48,27 @@ class ScenarioLoad:
 
 
 @dataclass(frozen=True)
+class BenchmarkSettings:
+    """How the benchmark runs, apart from the load.
+
+    Attributes:
+        seed: seed of all random choices.
+        timeout_s: a client's timeout, after which a silent server fails its request.
+        retries: how often a client sends a failed request again.
+        probe_clients: number of requests at once that measure the capacity.
+        recovery_s: longest time that the system has to be whole again after a run.
+        api_key: key that is sent with each request.
+    """
+
+    seed: int
+    timeout_s: float
+    retries: int
+    probe_clients: int
+    recovery_s: float
+    api_key: str | None = None
+
+
+@dataclass(frozen=True)
 class PlannedRequest:
     """A request of the load: its kind, and when it is sent.
 
