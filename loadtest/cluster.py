@@ -180,8 +180,8 @@ def key_headers() -> dict[str, str]:
     return key_header(key_in_environment())
 
 
-def metrics_page(operator_url: str) -> str:
-    """Return the metrics of all routers and workers, in Prometheus' text format.
+def metrics(operator_url: str) -> dict[str, float]:
+    """Return the metrics of all routers and workers: the sample's name with its labels -> value.
 
     A process that does not answer, since it has just ended, is left out.
 
@@ -193,15 +193,10 @@ def metrics_page(operator_url: str) -> str:
         for url in target.urls:
             with contextlib.suppress(OSError):
                 pages.append((target.labels, _fetch(url).decode()))
-    return joined(pages)
+    return parse_metrics(joined(pages))
 
 
-def metrics(operator_url: str) -> dict[str, float]:
-    """Return the metrics of all processes: the sample's name with its labels -> value."""
-    return parse_metrics(metrics_page(operator_url))
-
-
-def metrics_near(url: str) -> str:
+def metrics_near(url: str) -> dict[str, float]:
     """Return the metrics of the cluster, or of the server of another make, with an endpoint.
 
     Args:
@@ -211,9 +206,9 @@ def metrics_near(url: str) -> str:
         OSError: nothing answers there.
     """
     try:
-        return metrics_page(usual_operator_url(url))
+        return metrics(usual_operator_url(url))
     except OSError:
-        return _fetch(f"{url}/metrics").decode()
+        return parse_metrics(_fetch(f"{url}/metrics").decode())
 
 
 def _fetch(url: str) -> bytes:

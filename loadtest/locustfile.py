@@ -31,9 +31,9 @@ from locust.env import Environment
 
 from pagewire.loadtest import workloads
 from pagewire.loadtest.client import ChatClient
-from pagewire.loadtest.cluster import key_headers, metrics_page
+from pagewire.loadtest.cluster import key_headers, metrics
 from pagewire.loadtest.records import BEGAN_FILE, MeasuredRequest, to_line
-from pagewire.loadtest.sampler import parse_sample
+from pagewire.loadtest.sampler import cluster_sample
 from pagewire.loadtest.shapes import SHAPES, AlignedPace, PoissonPace, schedule, stage_at
 from pagewire.loadtest.slo import is_good
 from pagewire.services.cli.bench.stats import Slo
@@ -119,12 +119,12 @@ class LoadTest:
 
     def _sample_once(self) -> None:
         try:
-            page = metrics_page(self._operator_url)
+            values = metrics(self._operator_url)
         except (OSError, ProtocolError) as exc:
             print(f"no sample: {exc}", file=sys.stderr)
             return
         at = time.perf_counter() - self._began
-        self._samples.write(to_line(parse_sample(page, at)))
+        self._samples.write(to_line(cluster_sample(values, at)))
 
 
 _tests: dict[Environment, LoadTest] = {}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from pagewire.loadtest.records import ClusterSample
 
-BLOCKS = "pagewire_kv_blocks{"
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -21,35 +21,39 @@ def labels_of(sample: str) -> dict[str, str]:
     return dict(_LABEL.findall(sample))
 
 
+def samples_of(metrics: Mapping[str, float], name: str, /, **labels: str) -> dict[str, float]:
+    """Return the samples of one metric, of those that have these labels."""
+    return {
+        sample: value
+        for sample, value in metrics.items()
+        if sample.partition("{")[0] == name and labels.items() <= labels_of(sample).items()
+    }
+
+
 def blocks_of(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
     """Return how many KV blocks each worker has in each state."""
     blocks: dict[str, dict[str, float]] = {}
-    for name, value in metrics.items():
-        if name.startswith(BLOCKS):
-            labels = labels_of(name)
-            blocks.setdefault(labels.get("worker", ""), {})[labels.get("state", "")] = value
+    for sample, value in samples_of(metrics, "pagewire_kv_blocks").items():
+        labels = labels_of(sample)
+        blocks.setdefault(labels.get("worker", ""), {})[labels.get("state", "")] = value
     return blocks
 
 
-def parse_sample(text: str, t: float) -> ClusterSample:
-    """Return the state that a page of Prometheus' text format shows; 0 for what it lacks."""
-    totals = dict.fromkeys(
-        (
-            "vllm:prefix_cache_queries_total",
-            "vllm:prefix_cache_hits_total",
-            "vllm:num_requests_running",
-            "vllm:num_requests_waiting",
-        ),
-        0.0,
-    )
-    metrics = parse_metrics(text)
-    for sample, value in metrics.items():
-        if (name := sample.partition("{")[0]) in totals:
-            totals[name] += value
-    queries, hits, running, waiting = totals.values()
+def cluster_sample(metrics: dict[str, float], t: float) -> ClusterSample:
+    """Return the state that the metrics of a cluster show; 0 for what they lack."""
+
+    def total(name: str) -> float:
+        return sum(samples_of(metrics, name).values(), start=0.0)
+
     blocks = blocks_of(metrics)
     return ClusterSample(
-        t, queries, hits, running, waiting, _shares(blocks, "used"), _shares(blocks, "cached")
+        t,
+        total("vllm:prefix_cache_queries_total"),
+        total("vllm:prefix_cache_hits_total"),
+        total("vllm:num_requests_running"),
+        total("vllm:num_requests_waiting"),
+        _shares(blocks, "used"),
+        _shares(blocks, "cached"),
     )
 
 

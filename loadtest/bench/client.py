@@ -20,7 +20,7 @@ import msgspec
 
 from pagewire.loadtest.bench.shapes import VOCAB_USED, random_prompts
 from pagewire.loadtest.cluster import BenchError, metrics_near
-from pagewire.loadtest.sampler import parse_metrics
+from pagewire.loadtest.sampler import samples_of
 from pagewire.services.cli.client.endpoint_errors import EndpointError
 from pagewire.services.cli.client.endpoint_url import IDLE_S
 from pagewire.services.cli.client.openai_client import COMPLETIONS, OpenAIClient
@@ -112,13 +112,12 @@ class Client:
             BenchError: the server does not answer.
         """
         try:
-            values = parse_metrics(await asyncio.to_thread(metrics_near, self._urls[0]))
+            values = await asyncio.to_thread(metrics_near, self._urls[0])
         except OSError as exc:
             raise BenchError(f"no metrics of {self._urls[0]}: {exc}") from exc
         name = "pagewire_request_transfer_seconds"
         seconds, count = (
-            sum(value for key, value in values.items() if key.startswith(f"{name}_{part}"))
-            for part in ("sum", "count")
+            sum(samples_of(values, f"{name}_{part}").values()) for part in ("sum", "count")
         )
         return seconds, count
 

@@ -22,7 +22,7 @@ from pagewire.loadtest.bench.child import SPAWN
 from pagewire.loadtest.bench.client import Client, TimedAnswer
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.cluster import metrics_near
-from pagewire.loadtest.sampler import parse_metrics
+from pagewire.loadtest.sampler import samples_of
 from pagewire.services.cli.bench.stats import percentile
 
 PROMPT, TOKENS = 256, 256
@@ -140,8 +140,7 @@ def _step_ms(url: str, start: float, seconds: float) -> float | None:
 
 def _steps(url: str) -> dict[str, float]:
     """Return the number of steps of each worker so far."""
-    values = parse_metrics(metrics_near(url))
-    return {key: value for key, value in values.items() if key.startswith(STEPS)}
+    return samples_of(metrics_near(url), STEPS)
 
 
 def _run(job: CrowdJob) -> CrowdMeasurements:

@@ -31,6 +31,7 @@ from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import DEFAULT_MODEL, SHAPES, vocab_used
 from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import BenchError, metrics
+from pagewire.loadtest.sampler import samples_of
 from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.bench.stats import percentile
 
@@ -43,7 +44,7 @@ MINUTE_S = 60.0  # from the first request of one window to that of the other
 # Bounds of the first window's p99: this many times the other's, or this much more.
 MOST_RATIO, MOST_MORE_S = 1.5, 0.150
 SLOW_S = 0.5
-LATE = "pagewire_engine_builds_total{"
+BUILDS = "pagewire_engine_builds_total"
 
 
 def lengths(count: int, context: int = CONTEXT) -> list[tuple[int, int]]:
@@ -94,12 +95,8 @@ def failures(row: Row) -> list[str]:
 
 def late_builds(values: dict[str, float]) -> dict[str, int]:
     """Return what workers built after they were ready, by the labels of the metric's samples."""
-    late = {name: value for name, value in values.items() if 'when="late"' in name}
-    return {
-        name.removeprefix(LATE).removesuffix("}"): int(value)
-        for name, value in late.items()
-        if name.startswith(LATE) and value
-    }
+    late = samples_of(values, BUILDS, when="late")
+    return {name[len(BUILDS) :].strip("{}"): int(value) for name, value in late.items() if value}
 
 
 async def _send(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import httpx
 
@@ -14,7 +15,7 @@ from pagewire.loadtest.faults.players import Player
 from pagewire.loadtest.faults.results import LEAST_SHARE, SentRequest
 from pagewire.loadtest.faults.scenarios import PlannedRequest
 from pagewire.loadtest.faults.system import KvUsage
-from pagewire.loadtest.sampler import labels_of, parse_metrics
+from pagewire.loadtest.sampler import parse_metrics, samples_of
 from pagewire.shared.base.errors import PagewireError
 from pagewire.shared.metrics.pages import decode_targets
 
@@ -32,20 +33,13 @@ def usage(pages: Iterable[str], kv: KvUsage) -> float | None:
         pages: pages in Prometheus' text format.
         kv: names and labels of the gauge; the first name that occurs counts.
     """
-    samples = [sample for page in pages for sample in parse_metrics(page).items()]
+    parsed = [parse_metrics(page) for page in pages]
     for metric in kv.metrics:
-        values = [
-            value
-            for name, value in samples
-            if name.partition("{")[0] == metric and _has_labels(name, kv.labels)
-        ]
+        samples = (samples_of(page, metric, **kv.labels).values() for page in parsed)
+        values = list(chain.from_iterable(samples))
         if values:
             return sum(values)
     return None
-
-
-def _has_labels(sample: str, wanted: Mapping[str, str]) -> bool:
-    return wanted.items() <= labels_of(sample).items()
 
 
 class KvMeter:

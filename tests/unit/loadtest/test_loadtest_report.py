@@ -17,7 +17,7 @@ from pagewire.loadtest.plots import hit_rates
 from pagewire.loadtest.records import ClusterSample, CpuSample, MeasuredRequest, to_line
 from pagewire.loadtest.report import ratios, write_report
 from pagewire.loadtest.results import Manifest, RunPlan, load_results
-from pagewire.loadtest.sampler import parse_sample
+from pagewire.loadtest.sampler import cluster_sample, parse_metrics
 from pagewire.loadtest.shapes import schedule
 from pagewire.loadtest.slo import Percentiles, StageSummary
 from pagewire.services.cli.bench.stats import Slo
@@ -39,7 +39,7 @@ pagewire_kv_blocks{role="decode",state="total",worker="decode-0"} 0.0
 
 
 def test_sample_of_a_metrics_page() -> None:
-    sample = parse_sample(METRICS, 4.5)
+    sample = cluster_sample(parse_metrics(METRICS), 4.5)
     assert (sample.t, sample.queries, sample.hits) == (4.5, 200.0, 50.0)
     assert (sample.running, sample.waiting) == (3.0, 2.0)
     assert sample.used == {"prefill-0": 0.1}  # a worker without blocks has no share
