@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -48,7 +47,7 @@ class TimedAnswer:
     @property
     def gaps(self) -> list[float]:
         """Times between tokens in seconds; tokens that came together have gaps of 0."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +144,13 @@ class Client:
         self._turn += 1
         more = {}
         start = time.perf_counter()
-        with _bench_errors(self._urls[which]):
+        try:
             if self._prefill_url is not None:
                 more["kv_transfer_params"] = await self._prefill_first(self._prefill_url, request)
             prefill_s = time.perf_counter() - start
             reply = await self._clients[which].stream(COMPLETIONS, request.fields(**more))
+        except (httpx.HTTPError, EndpointError, KeyError, ValueError) as exc:
+            raise BenchError(f"{self._urls[which]}: {exc!r}") from exc
         out = request.options["max_tokens"]
         if len(reply.token_ids) != out:
             raise BenchError(f"{len(reply.token_ids)} tokens came, not {out}")
@@ -166,12 +167,3 @@ class Client:
         if response.status_code != httpx.codes.OK:
             raise BenchError(response.text)
         return response.json()["kv_transfer_params"]
-
-
-@contextmanager
-def _bench_errors(url: str) -> Iterator[None]:
-    """Turn errors of a server into `BenchError`, which ends a bench cleanly."""
-    try:
-        yield
-    except (httpx.HTTPError, EndpointError, KeyError, ValueError) as exc:
-        raise BenchError(f"{url}: {exc!r}") from exc

@@ -34,23 +34,6 @@ PARTS = 5  # equal parts of a measurement
 STEPS = "pagewire_engine_steps_total"
 
 
-@dataclass(frozen=True, slots=True)
-class CrowdJob:
-    """The work of one process.
-
-    Attributes:
-        urls: URLs of endpoints, used in turn.
-        delays: start of each client, in seconds from `start`.
-        start: start of the warm-up, by the monotonic clock.
-        seconds: duration of the measurement after it.
-    """
-
-    urls: Sequence[str]
-    delays: Sequence[float]
-    start: float
-    seconds: float
-
-
 @dataclass(slots=True)
 class CrowdMeasurements:
     """The measurements of a process.
@@ -102,11 +85,11 @@ def crowd(urls: Sequence[str], clients: int, seconds: float) -> Row:
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), clients)
     start = time.monotonic() + START_S
     delays = start_delays(clients, WARM_UP_S)
-    jobs = [
-        CrowdJob(urls, delays[number::processes], start, seconds) for number in range(processes)
-    ]
     with ProcessPoolExecutor(processes, mp_context=SPAWN) as pool:
-        results = [pool.submit(_run, job) for job in jobs]
+        results = [
+            pool.submit(_run, urls, delays[number::processes], start, seconds)
+            for number in range(processes)
+        ]
         step_ms = _step_ms(urls[0], start + WARM_UP_S, seconds)
         measured = [result.result() for result in results]
     gaps = [gap for seen in measured for gap in seen.gaps]
@@ -143,14 +126,27 @@ def _steps(url: str) -> dict[str, float]:
     return samples_of(metrics_near(url), STEPS)
 
 
-def _run(job: CrowdJob) -> CrowdMeasurements:
-    return asyncio.run(_ask(job))
+def _run(
+    urls: Sequence[str], delays: Sequence[float], start: float, seconds: float
+) -> CrowdMeasurements:
+    """Run the clients of one process; see `_ask`."""
+    return asyncio.run(_ask(urls, delays, start, seconds))
 
 
-async def _ask(job: CrowdJob) -> CrowdMeasurements:
-    seen, client = CrowdMeasurements(), Client(list(job.urls))
-    begin = job.start + WARM_UP_S
-    measured = (begin, begin + job.seconds)
+async def _ask(
+    urls: Sequence[str], delays: Sequence[float], start: float, seconds: float
+) -> CrowdMeasurements:
+    """Run some clients.
+
+    Args:
+        urls: URLs of endpoints, used in turn.
+        delays: start of each client, in seconds from `start`.
+        start: start of the warm-up, by the monotonic clock.
+        seconds: duration of the measurement after it.
+    """
+    seen, client = CrowdMeasurements(), Client(list(urls))
+    begin = start + WARM_UP_S
+    measured = (begin, begin + seconds)
 
     async def loop(delay: float) -> None:
         await asyncio.sleep(delay)
@@ -159,8 +155,8 @@ async def _ask(job: CrowdJob) -> CrowdMeasurements:
             began = time.monotonic()
             seen.add(await client.ask(request), began, measured)
 
-    await asyncio.sleep(max(0.0, job.start - time.monotonic()))
+    await asyncio.sleep(max(0.0, start - time.monotonic()))
     async with aclosing(client), asyncio.TaskGroup() as group:
-        for delay in job.delays:
+        for delay in delays:
             group.create_task(loop(delay))
     return seen

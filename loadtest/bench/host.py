@@ -113,19 +113,6 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
     return EngineCore(scheduler, runner, overlap=True), scheduler, runner
 
 
-def make_decoding_core(rows: int, caching: bool) -> Engine:
-    """Return an engine with `rows` sequences, all past their prompts."""
-    core, scheduler, runner = make_core(rows, caching, PROMPT + rows + MAX_STEPS)
-    rng = random.Random(0)
-    spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
-    for number in range(rows):
-        prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
-        core.sequences.add(new_sequence(f"bench-{number}", prompt, spec, ()))
-    while scheduler.meter.num_queued_tokens:
-        core.step()
-    return core, scheduler, runner
-
-
 class NoModel:
     """A placeholder for a model that is not run."""
 
@@ -159,8 +146,16 @@ def measure(engine: Engine, windows: int, before: Callable[[], None]) -> dict[st
 
 
 def measure_decode(rows: int, caching: bool, windows: int) -> dict[str, float]:
-    """Return microseconds per step in which all rows decode."""
-    return measure(make_decoding_core(rows, caching), windows, lambda: None)
+    """Return microseconds per step in which all rows decode, past their prompts."""
+    engine = core, scheduler, _ = make_core(rows, caching, PROMPT + rows + MAX_STEPS)
+    rng = random.Random(0)
+    spec = RequestSpec(max_tokens=MAX_MODEL_LEN, ignore_eos=True, seed=1)
+    for number in range(rows):
+        prompt = [rng.randrange(1000) for _ in range(PROMPT + number)]
+        core.sequences.add(new_sequence(f"bench-{number}", prompt, spec, ()))
+    while scheduler.meter.num_queued_tokens:
+        core.step()
+    return measure(engine, windows, lambda: None)
 
 
 def measure_prefill(length: int, caching: bool, windows: int) -> dict[str, float]:

@@ -30,7 +30,6 @@ from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
-from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
@@ -122,44 +121,37 @@ class ProductsRunner(ModelRunner):
                 torch.mm(operand, operand)
 
 
-@dataclass
 class Engine:
     """One process's engine, with a pool large enough for the prompts in a row.
 
-    Attributes:
+    Args:
         device: the engine's device.
         num_tokens: length of each prompt.
         stepping: whether it also decodes other sequences.
     """
 
-    device: torch.device
-    num_tokens: int
-    stepping: bool = False
-    core: EngineCore = field(init=False)
-    thread: EngineThread = field(init=False)
-    runner: ProductsRunner = field(init=False)
-
-    def __post_init__(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        num_blocks = (MOST_IN_A_ROW + 1) * self.num_tokens // BLOCK_SIZE
-        num_blocks += STEPPING_ROWS * STEPPING_ROW_BLOCKS if self.stepping else 0
-        pool = allocate_pool(LAYOUT, num_blocks, self.device)
-        longest = self.num_tokens + 64
-        limits = SchedulerLimits(256, 8 * self.num_tokens, longest, max_waiting=256)
+    def __init__(self, device: torch.device, num_tokens: int, stepping: bool = False) -> None:
+        self.num_tokens = num_tokens
+        is_gpu = device.type == "cuda"
+        if is_gpu:
+            torch.cuda.set_device(device)
+        num_blocks = (MOST_IN_A_ROW + 1) * num_tokens // BLOCK_SIZE
+        num_blocks += STEPPING_ROWS * STEPPING_ROW_BLOCKS if stepping else 0
+        pool = allocate_pool(LAYOUT, num_blocks, device)
+        longest = num_tokens + 64
+        limits = SchedulerLimits(256, 8 * num_tokens, longest, max_waiting=256)
         scheduler = Scheduler(
             limits, BlockPool(num_blocks, LAYOUT, False), BlockHasher("bench", IDENTITY)
         )
-        state = DeviceState(256, -(-longest // BLOCK_SIZE), self.device)
-        ops = load_ops("auto", self.device.type)
+        state = DeviceState(256, -(-longest // BLOCK_SIZE), device)
+        ops = load_ops("auto", device.type)
         self.runner = ProductsRunner(NoModel(), ops, pool, LAYOUT, state, vocab_size=1)
-        if self.device.type == "cuda":
-            self.runner.operand = torch.randn(4096, 4096, device=self.device).to(torch.bfloat16)
+        if is_gpu:
+            self.runner.operand = torch.randn(4096, 4096, device=device).to(torch.bfloat16)
         self.core = EngineCore(scheduler, self.runner, overlap=True)
-        is_gpu = self.device.type == "cuda"
-        self.thread = EngineThread(self.core, self._on_outputs, busy_polls=is_gpu)
+        self.thread = EngineThread(self.core, lambda _outputs: None, busy_polls=is_gpu)
         slot_bytes = packed_bytes(LAYOUT, STAGING_SLOT_BLOCKS)
-        self.staging = make_staging(STAGING_SLOTS, slot_bytes, self.device)
+        self.staging = make_staging(STAGING_SLOTS, slot_bytes, device)
         self.open = ExitStack()  # resources to close after the thread has ended
 
     def start_stepping(self) -> None:
@@ -172,9 +164,6 @@ class Engine:
         """End the thread, then the endpoint."""
         self.thread.stop(TIMEOUT_S)
         self.open.close()
-
-    def _on_outputs(self, outputs: StepOutputs) -> None:
-        """Do nothing with the tokens, which no bench reads."""
 
     def endpoint(
         self, transport: str, handle: Callable[[KvEvent], None] = lambda _event: None
