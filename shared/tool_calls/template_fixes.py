@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from pagewire.shared.tool_calls.formats import ID_PLACE, ToolFormat
 from pagewire.shared.tool_calls.xml_calls import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 
 _Message = dict[str, Any]
+_Change = Callable[[dict[str, Any]], dict[str, Any]]  # of a message or a tool
 # Field of the system message with the tools as JSON text (Phi-4-mini; OLMo 3 Think).
 _IN_SYSTEM = {"tools": ("message['tools']",), "functions": ("message.get('functions'",)}
 _VARIABLE = "xml_tools"  # SmolLM3
@@ -53,18 +54,20 @@ def template_fix_for(source: str, form: ToolFormat | None) -> TemplateFix | None
     elif _VARIABLE in source:
         steps.append(partial(_as_variable, _VARIABLE))
     if _PLAN in source:
-        steps.append(_planned)
+        steps.append(partial(_each_message, _planned))
     if _PARAMETERS.search(source):
-        steps.append(partial(_described, parameters={"type": "object", "properties": {}}))
+        missing = {"description": "", "parameters": {"type": "object", "properties": {}}}
+        steps.append(partial(_each_tool, partial(_described, missing)))
     if _PYTHON_TYPES in source:
         missing = {"description": ""} if _DESCRIPTION.search(source) else {}
-        steps.append(partial(_with_types, missing))
+        steps.append(partial(_each_tool, partial(_with_types, missing)))
     if _WANTS_NINE.search(source):
-        steps.append(_with_short_ids)
+        steps.append(partial(_each_message, _with_short_ids))
     if form is not None and form.name == "harmony":
-        steps.append(_for_harmony if _ONE_CALL in source else _described)
+        steps += [_for_harmony] if _ONE_CALL in source else []
+        steps.append(partial(_each_tool, partial(_described, {"description": ""})))
     elif form is not None and "tool_calls" not in source:
-        steps.append(partial(_spelled, form))
+        steps.append(partial(_each_message, partial(_spelled, form)))
     return partial(_in_turn, steps) if steps else None
 
 
@@ -72,6 +75,14 @@ def _in_turn(steps: list[TemplateFix], chat: TemplateInput) -> TemplateInput:
     for step in steps:
         chat = step(chat)
     return chat
+
+
+def _each_message(change: _Change, chat: TemplateInput) -> TemplateInput:
+    return chat._replace(messages=[change(message) for message in chat.messages])
+
+
+def _each_tool(change: _Change, chat: TemplateInput) -> TemplateInput:
+    return chat._replace(tools=[change(tool) for tool in chat.tools]) if chat.tools else chat
 
 
 def _in_system(name: str, chat: TemplateInput) -> TemplateInput:
@@ -90,56 +101,40 @@ def _as_variable(name: str, chat: TemplateInput) -> TemplateInput:
     return chat._replace(tools=tools, variables={name: chat.tools} if chat.tools else {})
 
 
-def _planned(chat: TemplateInput) -> TemplateInput:
+def _planned(message: _Message) -> _Message:
     """Set the plan of calls to the text before them."""
-    messages = []
-    for message in chat.messages:
-        if message.get("tool_calls"):
-            parts = (message.get("thinking"), message["content"])
-            message = message | {"tool_plan": "\n".join(part for part in parts if part)}
-        messages.append(message)
-    return chat._replace(messages=messages)
+    if not message.get("tool_calls"):
+        return message
+    parts = (message.get("thinking"), message["content"])
+    return message | {"tool_plan": "\n".join(part for part in parts if part)}
 
 
-def _spelled(form: ToolFormat, chat: TemplateInput) -> TemplateInput:
+def _spelled(form: ToolFormat, message: _Message) -> _Message:
     """Move calls into the content, as the model wrote them."""
-    messages = []
-    for message in chat.messages:
-        if calls := message.get("tool_calls"):
-            text = message["content"] + write_calls(form, calls)
-            others = {key: value for key, value in message.items() if key != "tool_calls"}
-            messages.append(others | {"content": text})
-        else:
-            messages.append(message)
-    return chat._replace(messages=messages)
+    if not (calls := message.get("tool_calls")):
+        return message
+    text = message["content"] + write_calls(form, calls)
+    others = {key: value for key, value in message.items() if key != "tool_calls"}
+    return others | {"content": text}
 
 
-def _described(chat: TemplateInput, **others: Any) -> TemplateInput:
-    """Add missing fields of functions, such as descriptions, without which the template fails."""
-    missing = {"description": "", **others}
-    tools = []
-    for tool in chat.tools or []:
-        known = {k: v for k, v in (tool.get("function") or {}).items() if v is not None}
-        tools.append(tool | {"function": missing | known})
-    if not tools:
-        return chat
-    return chat._replace(tools=tools)
+def _described(missing: dict[str, Any], tool: dict[str, Any]) -> dict[str, Any]:
+    """Add missing fields of a function, such as a description, without which the template fails."""
+    known = {k: v for k, v in (tool.get("function") or {}).items() if v is not None}
+    return tool | {"function": missing | known}
 
 
-def _with_types(missing: dict[str, Any], chat: TemplateInput) -> TemplateInput:
+def _with_types(missing: dict[str, Any], tool: dict[str, Any]) -> dict[str, Any]:
     """Remove the type null, and add missing fields of parameters."""
-    tools = []
-    for tool in chat.tools or []:
-        function = dict(tool.get("function") or {})
-        parameters = function.get("parameters")
-        if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
-            properties = {
-                name: {**missing, **_without_null(schema)} if isinstance(schema, dict) else missing
-                for name, schema in parameters["properties"].items()
-            }
-            function["parameters"] = parameters | {"properties": properties}
-        tools.append(tool | {"function": function})
-    return chat._replace(tools=tools) if tools else chat
+    function = dict(tool.get("function") or {})
+    parameters = function.get("parameters")
+    if isinstance(parameters, dict) and isinstance(parameters.get("properties"), dict):
+        properties = {
+            name: {**missing, **_without_null(schema)} if isinstance(schema, dict) else missing
+            for name, schema in parameters["properties"].items()
+        }
+        function["parameters"] = parameters | {"properties": properties}
+    return tool | {"function": function}
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
@@ -157,19 +152,16 @@ def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
     return changed
 
 
-def _with_short_ids(chat: TemplateInput) -> TemplateInput:
+def _with_short_ids(message: _Message) -> _Message:
     """Replace ids that another server gave to calls, which the template would refuse."""
-    messages = []
-    for message in chat.messages:
-        changed = dict(message)
-        if calls := message.get("tool_calls"):
-            changed["tool_calls"] = [
-                call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
-            ]
-        if "tool_call_id" in message:
-            changed["tool_call_id"] = _short_id(message["tool_call_id"])
-        messages.append(changed)
-    return chat._replace(messages=messages)
+    changed = dict(message)
+    if calls := message.get("tool_calls"):
+        changed["tool_calls"] = [
+            call | {"id": _short_id(call["id"])} if "id" in call else call for call in calls
+        ]
+    if "tool_call_id" in message:
+        changed["tool_call_id"] = _short_id(message["tool_call_id"])
+    return changed
 
 
 def _short_id(call_id: str) -> str:
@@ -201,7 +193,7 @@ def _for_harmony(chat: TemplateInput) -> TemplateInput:
         while rest and rest[0]["role"] == "tool":
             results.append(rest.pop(0))
         messages += _one_by_one(_with_one_text(message), calls, results)
-    return _described(chat._replace(messages=messages))
+    return chat._replace(messages=messages)
 
 
 def _with_one_text(message: _Message) -> _Message:
