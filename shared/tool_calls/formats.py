@@ -101,6 +101,7 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _JSON_LIST: dict[str, Any] = {"is_list": True, "begin": "[", "separator": ", ", "end": "]"}
+_JSON_LINES = {**_JSON_LIST, "begin": "[\n    ", "separator": ",\n    ", "end": "\n]"}
 # The first row that matches a template is used.
 _ROWS = (
     ToolFormat(
@@ -132,10 +133,7 @@ _ROWS = (
         kind="object",
         open="<|START_ACTION|>",
         close="<|END_ACTION|>",
-        is_list=True,
-        begin="[\n    ",
-        separator=",\n    ",
-        end="\n]",
+        **_JSON_LINES,
         shape='{"tool_call_id": "<id>", "tool_name": "<name>", "parameters": <arguments>}',
         in_template=("<|START_ACTION|>",),
     ),
@@ -145,10 +143,7 @@ _ROWS = (
         open="Action:\n```json\n",
         other_opens=("Action: ```json\n", "Action:```json\n"),
         close="```",
-        is_list=True,
-        begin="[\n    ",
-        separator=",\n    ",
-        end="\n]",
+        **_JSON_LINES,
         shape='{\n        "tool_name": "<name>",\n        "parameters": <arguments>\n    }',
         no_call="directly-answer",
         in_template=("'Action:", '"tool_name"'),

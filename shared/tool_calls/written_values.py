@@ -20,6 +20,7 @@ from pagewire.shared.grammar.schema_fit import is_idle, with_null, without_nulls
 from pagewire.shared.tool_calls.argument_shapes import shape_of
 from pagewire.shared.tool_calls.definitions import Function
 from pagewire.shared.tool_calls.scanner import ValueScanner, escaped
+from pagewire.shared.tool_calls.schema_constants import type_of
 
 OtherType = Literal["null", "boolean", "number", "array", "object"]
 
@@ -181,9 +182,8 @@ class SchemaValues:
         self._known: dict[str, AllowedValues | None] = {}
         self._num_open = 0  # references that are being read
         self._interned: dict[AllowedValues, AllowedValues] = {_ANY: _ANY}
-        self._of_schemas: dict[
-            int, tuple[Any, AllowedValues]
-        ] = {}  # with the schema, which keeps its id
+        # With the schema, which keeps its id.
+        self._of_schemas: dict[int, tuple[Any, AllowedValues]] = {}
         self._of_parts: dict[tuple[int | str, ...], AllowedValues] = {}
         self._forms: dict[int, ValueForm] = {}
 
@@ -280,22 +280,10 @@ def _own(schema: dict[str, Any]) -> AllowedValues:
         if isinstance(values, list):
             listed = tuple(value for value in values if isinstance(value, str))
             texts = listed if texts is None else tuple(text for text in texts if text in listed)
-            others &= {_type_of(value) for value in values if not isinstance(value, str)}
+            kinds_of = (type_of(value) for value in values if not isinstance(value, str))
+            others &= {_BY_NAME[name] for names in kinds_of for name in names}
     has_texts = has_texts and texts != ()
     return AllowedValues((_rule(schema, texts),) if has_texts else (), others)
-
-
-def _type_of(value: Any) -> OtherType:
-    match value:
-        case None:
-            return "null"
-        case bool():
-            return "boolean"
-        case list():
-            return "array"
-        case dict():
-            return "object"
-    return "number"
 
 
 def _rule(schema: dict[str, Any], values: tuple[str, ...] | None) -> TextRule:

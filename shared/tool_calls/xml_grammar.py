@@ -9,10 +9,7 @@ from pagewire.shared.grammar.lark_rules import LarkRules, json_text, other_name,
 from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.regex_texts import ASCII
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
-from pagewire.shared.tool_calls.argument_grammar import (
-    MAX_ARGUMENTS,
-    named,
-)
+from pagewire.shared.tool_calls.argument_grammar import MAX_ARGUMENTS, named
 from pagewire.shared.tool_calls.argument_shapes import shape_of
 from pagewire.shared.tool_calls.value_schemas import ValueSchemas
 from pagewire.shared.tool_calls.written_values import SchemaValues, TextRule
@@ -50,10 +47,8 @@ class XmlParameterRules:
         self._texts: dict[tuple[int, str], str] = {}
         self._known: dict[int, str] = {}  # expressions of values, by the ids of their schemas
         self._shape = shape_of(schema, lenient)
-        self._values, self._schemas = (
-            SchemaValues(References(schema)),
-            ValueSchemas(schema, rules, lenient),
-        )
+        self._values = SchemaValues(References(schema))
+        self._schemas = ValueSchemas(schema, rules, lenient)
 
     def add(self) -> str:
         """Add the rules; return the expression of the elements, which may match no element."""
