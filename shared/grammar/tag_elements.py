@@ -135,25 +135,14 @@ class _Parts:
         check_size(self.num_chars)
 
 
-@dataclass(slots=True)
-class TagRules:
-    """The rules of one grammar.
-
-    Attributes:
-        rules: the expression of each rule, by name.
-    """
-
-    rules: LarkRules = field(default_factory=LarkRules)
+class TagRules(LarkRules):
+    """The rules of one grammar."""
 
     def add(self, prefix: str, expression: str, options: str = "") -> str:
         """Add a rule, or a terminal if the prefix is in capitals; return its name."""
-        name = f"{prefix}{len(self.rules)}"
-        self.rules[name + options] = expression
+        name = f"{prefix}{len(self)}"
+        self[name + options] = expression
         return name
-
-    def text(self, start: str) -> str:
-        """Return the grammar's text, in which `start` is the first rule."""
-        return self.rules.text(start or '""')
 
     def sequence(self, elements: Elements, follow: Follow) -> str:
         """Return the expression of a sequence of elements.

@@ -176,15 +176,4 @@ Format = (
     | SeparatedTagsFormat
     | DispatchFormat
 )
-
-
-def read_format(value: object) -> Format:
-    """Return a format, with all formats in it checked.
-
-    Raises:
-        msgspec.ValidationError: a type, field or value is not supported; the error says where.
-    """
-    return msgspec.convert(value, Format)  # type: ignore[no-any-return]
-
-
 NAMES = tuple(kind.__struct_config__.tag for kind in get_args(Format))

@@ -60,7 +60,7 @@ def tag_grammar(tag: StructuralTag, markers: Markers) -> str:
 
 def _read(value: object) -> Format:
     try:
-        return formats.read_format(value)
+        return msgspec.convert(value, Format)  # type: ignore[no-any-return]
     except msgspec.ValidationError as exc:
         if "Invalid value" in str(exc) and str(exc).endswith("type`"):
             names = ", ".join(formats.NAMES)
@@ -86,7 +86,7 @@ class _TagGrammar:
         self._depth = self._count = 0
 
     def text(self, form: Format) -> str:
-        main = self._rules.text(self._rules.sequence(self._elements(form), "end"))
+        main = self._rules.text(self._rules.sequence(self._elements(form), "end") or '""')
         if not self._others:
             return main
         return json.dumps({"grammars": [{"lark_grammar": main}, *self._others]})
