@@ -27,19 +27,10 @@ Name = Annotated[
 
 # The media of messages' parts, by the types that OpenAI's and Anthropic's APIs and vLLM have.
 MEDIA = {
-    "image": "images are",
-    "image_url": "images are",
-    "input_image": "images are",
-    "audio": "audio is",
-    "audio_url": "audio is",
-    "input_audio": "audio is",
-    "video": "video is",
-    "video_url": "video is",
-    "input_video": "video is",
-    "document": "files are",
-    "file": "files are",
-    "input_file": "files are",
-    "container_upload": "files are",
+    **dict.fromkeys(("image", "image_url", "input_image"), "images are"),
+    **dict.fromkeys(("audio", "audio_url", "input_audio"), "audio is"),
+    **dict.fromkeys(("video", "video_url", "input_video"), "video is"),
+    **dict.fromkeys(("document", "file", "input_file", "container_upload"), "files are"),
 }
 
 

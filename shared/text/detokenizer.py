@@ -298,11 +298,10 @@ def make_detokenizer(
         visible: special tokens that have one nevertheless.
     """
     context = prompt_ids[-CONTEXT_TOKENS:]
-    table = tokenizer.table_with(visible) if skip_special else tokenizer.whole_text_table
-    if table is not None:
+    shown = visible if skip_special else tokenizer.token_bytes.special
+    if (table := tokenizer.table_with(shown)) is not None:
         return TableDetokenizer(table, context)
-    pieces = tokenizer.pieces_with(visible) if skip_special else tokenizer.piece_table
-    if pieces is not None:
+    if (pieces := tokenizer.pieces_with(shown)) is not None:
         return PieceDetokenizer(pieces, prompt_ids)
     detokenizer = ContextDetokenizer(tokenizer, context, skip_special)
     hidden = visible if skip_special else ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 import tokenizers
 
@@ -82,12 +83,12 @@ class TokenBytes:
         texts = self._backend.decode_batch([[token_id] for token_id in ids])
         return table if texts == [raw.decode(errors="replace") for raw in table] else None
 
-    def with_special(self, table: list[bytes]) -> list[bytes]:
-        """Return a `text_table` in which special tokens have the bytes of their names."""
-        whole = list(table)
-        for token_id in self.special:
-            whole[token_id] = self.of(token_id)
-        return whole
+    def with_names(self, table: list[bytes], token_ids: Collection[int]) -> list[bytes]:
+        """Return a `text_table` in which some special tokens have the bytes of their names."""
+        named = list(table)
+        for token_id in token_ids:
+            named[token_id] = self.of(token_id)
+        return named
 
     def text(self, token_id: int) -> str:
         """Return a token's text; U+FFFD for a part of a character."""

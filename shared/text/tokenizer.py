@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tokenizers
 
@@ -36,6 +36,8 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 NO_OPTIONS = ChatOptions()
 # Tables have an entry for each id up to the largest; no model has this many.
 _MOST_IDS = 1 << 24
+_MOST_TABLES = 3  # with one model's markers, with all special tokens, and without any
+Table = TypeVar("Table", list[bytes], PieceTable)
 
 
 class Tokenizer:
@@ -116,14 +118,12 @@ class Tokenizer:
 
     def table_with(self, visible: Collection[int]) -> list[bytes] | None:
         """Return `text_table` with the texts of some tokens: it leaves special ones out."""
-        key = frozenset(filter(self.token_bytes.is_special, visible))
+        key = self.token_bytes.special.intersection(visible)
         if not key or self.text_table is None:
             return self.text_table
         if key not in self._tables:
-            table = list(self.text_table)
-            for token_id in key:
-                table[token_id] = self.token_bytes.of(token_id)
-            self._tables = {key: table}  # one model's markers
+            table = self.token_bytes.with_names(self.text_table, key)
+            self._tables = _with_newest(self._tables, key, table)
         return self._tables[key]
 
     @cached_property
@@ -137,16 +137,8 @@ class Tokenizer:
             return None
         key = self.token_bytes.special - frozenset(visible)
         if key not in self._pieces:
-            self._pieces = {**self._pieces, key: self.piece_table.without(key)}
-            while len(self._pieces) > 2:  # with one model's markers, and without
-                self._pieces.pop(next(iter(self._pieces)))
+            self._pieces = _with_newest(self._pieces, key, self.piece_table.without(key))
         return self._pieces[key]
-
-    @cached_property
-    def whole_text_table(self) -> list[bytes] | None:
-        """`text_table` with special tokens, which add their names to a text."""
-        table = self.text_table
-        return None if table is None else self.token_bytes.with_special(table)
 
     def with_template(self, source: str) -> Tokenizer:
         """Return a tokenizer that renders conversations by the template of a request.
@@ -285,6 +277,13 @@ class Tokenizer:
             return self.render_chat(chat["messages"], marked)
 
         return self._literals.encode(given, render)
+
+
+def _with_newest(
+    tables: dict[frozenset[int], Table], key: frozenset[int], table: Table
+) -> dict[frozenset[int], Table]:
+    """Return tables with a further one; only the newest are kept."""
+    return {**dict(list(tables.items())[1 - _MOST_TABLES :]), key: table}
 
 
 def _chat_template_sources(path: Path, config: dict[str, Any]) -> tuple[str | None, str | None]:
