@@ -20,6 +20,8 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
+import msgspec
+
 from pagewire.loadtest.cluster import BenchError, running_cluster, wait_idle
 from pagewire.loadtest.cpu import CpuSampler, pin
 from pagewire.loadtest.records import BEGAN_FILE
@@ -218,24 +220,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slo-itl-ms", type=float, default=50.0, help="bound of the mean gap")
     parser.add_argument("--users", default="", help="kinds, such as ChatUser,DocumentUser")
     parser.add_argument("--num-blocks", type=int, default=NUM_BLOCKS, help="KV blocks a worker")
-    parser.add_argument("--pin", action="store_true", help="give each worker a core")
+    parser.add_argument("--pin", dest="pins", action="store_true", help="give each worker a core")
     parser.add_argument("--up", default="", help='more options of pagewire up: "--device cpu"')
     parser.add_argument("--out", type=Path, default=HERE / "report", help="folder of reports")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.rates = options.rates or (QUICK_RATES if options.quick else RATES)
+    options.stage_s = options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S)
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run everything; returns the exit code: 1 if any request failed."""
     options = parse(arguments)
     words = sys.argv[1:] if arguments is None else arguments
-    load = LoadOptions(
-        shape=options.shape,
-        rates=options.rates or (QUICK_RATES if options.quick else RATES),
-        stage_s=options.stage_s or (QUICK_STAGE_S if options.quick else STAGE_S),
-        slo_ttft_ms=options.slo_ttft_ms,
-        slo_itl_ms=options.slo_itl_ms,
-        pins=options.pin,
-    )
+    load = msgspec.convert(options, LoadOptions, from_attributes=True)
     stages = tuple(schedule(options.shape, [float(r) for r in load.rates.split(",")], load.stage_s))
     chosen = plans(options)
     names = {plan.name for plan in chosen}

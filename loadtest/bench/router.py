@@ -71,23 +71,15 @@ def target_row(prefix: str, cases: Sequence[Case]) -> Row:
 
     "added" is of all events at the router's half load.
     """
-
-    def added(percent: float) -> float:
-        return median_of(cases, lambda case: percentile(case.half[1].added, percent) * 1e3)
-
-    row: Row = dict.fromkeys(
-        ("events_per_cpu_s", "half_load_events_per_cpu_s", "added_p50_ms", "added_p99_ms")
-    )
-    if cases:
-        row = {
-            "events_per_cpu_s": median_of(cases, lambda case: case.events_per_cpu_s),
-            "half_load_events_per_cpu_s": median_of(
-                cases, lambda case: case.half[1].events / case.half[0].cpu_s
-            ),
-            "added_p50_ms": added(50),
-            "added_p99_ms": added(99),
-        }
-    return {prefix + name: value for name, value in row.items()}
+    figures: dict[str, Callable[[Case], float]] = {
+        "events_per_cpu_s": lambda case: case.events_per_cpu_s,
+        "half_load_events_per_cpu_s": lambda case: case.half[1].events / case.half[0].cpu_s,
+        "added_p50_ms": lambda case: percentile(case.half[1].added, 50) * 1e3,
+        "added_p99_ms": lambda case: percentile(case.half[1].added, 99) * 1e3,
+    }
+    return {
+        prefix + name: median_of(cases, value) if cases else None for name, value in figures.items()
+    }
 
 
 def median_of(cases: Sequence[Case], value: Callable[[Case], float]) -> float:
