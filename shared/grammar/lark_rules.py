@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import UserDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
@@ -83,6 +83,11 @@ def literal(text: str, markers: Markers) -> str:
 def json_text(value: Any) -> str:
     """Return a value as JSON; a text in this form is a literal of Lark, too."""
     return json.dumps(value, ensure_ascii=False)
+
+
+def one_of(expressions: Sequence[str]) -> str:
+    """Return the expression of a choice between expressions."""
+    return expressions[0] if len(expressions) == 1 else f"({' | '.join(expressions)})"
 
 
 def regex(pattern: str) -> str:

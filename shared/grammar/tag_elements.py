@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from pagewire.shared.grammar.lark_rules import LarkRules, check_size, json_text
+from pagewire.shared.grammar.lark_rules import LarkRules, check_size, json_text, one_of
 
 ANY_TEXT = "/(?s:.*)/"
 
@@ -169,8 +169,7 @@ class TagRules(LarkRules):
         written = _Parts()
         for elements in alternatives:
             written.add(self.sequence(elements, follow) or '""')
-        parts = written.parts
-        return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
+        return one_of(written.parts)
 
     def _element(
         self, element: TokenElement | Nested | ElementChoice | Triggered, follow: Follow

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pagewire.shared.grammar.lark_rules import LarkRules, literal, quoted, regex
+from pagewire.shared.grammar.lark_rules import LarkRules, literal, one_of, quoted, regex
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.tool_calls.argument_grammar import (
     add_keywords,
@@ -172,7 +172,7 @@ class _Grammar:
             alternatives = [f"{trigger} closed {self._repeated(closed)}"]
         if form.unopened:
             alternatives.append(f"{self._unopened_later()} {rest}")
-        return alternatives[0] if len(alternatives) == 1 else f"({' | '.join(alternatives)})"
+        return one_of(alternatives)
 
     def _unopened(self) -> str:
         """Return the expression of calls with which an answer begins."""
@@ -218,15 +218,10 @@ class _Grammar:
 
     def _add_trigger(self) -> str:
         """Add the rules of text up to a call; return their expression."""
-        form = self.form
-        trigger = self._until("call_begin", form.open)
-        if not form.other_opens:
-            return trigger
-        others = [
-            self._until(f"other_begin_{index}", opening)
-            for index, opening in enumerate(form.other_opens)
-        ]
-        return f"({' | '.join([trigger, *others])})"
+        triggers = [self._until("call_begin", self.form.open)]
+        for index, opening in enumerate(self.form.other_opens):
+            triggers.append(self._until(f"other_begin_{index}", opening))
+        return one_of(triggers)
 
     def _until(self, name: str, marker: str) -> str:
         """Add the rule of text up to a marker; return the expression of both."""
