@@ -6,16 +6,15 @@ parts, if it is certain that no token lies on both sides of the places between t
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections.abc import Iterator, Set
 from functools import cached_property
-from typing import Any
 
 import tokenizers
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.text.piece_table import settings_of
 
 PART_CHARS = 1 << 15
 
@@ -119,7 +118,7 @@ def _places(backend: tokenizers.Tokenizer) -> re.Pattern[str] | None:
 
 def _divides(backend: tokenizers.Tokenizer) -> bool:
     """Whether a tokenizer divides each text at all of the places, whatever is around them."""
-    normalizer, pre_tokenizer = map(_settings, (backend.normalizer, backend.pre_tokenizer))
+    normalizer, pre_tokenizer = map(settings_of, (backend.normalizer, backend.pre_tokenizer))
     if normalizer.get("type", "NFC") != "NFC":
         return False
     steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
@@ -135,9 +134,3 @@ def _divides(backend: tokenizers.Tokenizer) -> bool:
             case _:
                 return False
     return divides
-
-
-def _settings(part: Any) -> dict[str, Any]:
-    """Return the settings of a tokenizer's part as in tokenizer.json; empty if there is none."""
-    state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return state

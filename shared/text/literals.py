@@ -48,7 +48,12 @@ class Literals:
         self._special = frozenset(specials)
         texts = [token.content for token in specials.values()]
         self._pattern = re.compile(_any_of(texts))
-        self._normalized = _NormalizedTexts(backend, specials.values())
+        # Some are looked for in a text once that is normalized: if that makes letters small,
+        # `[CLS]` is a special token that `[cls]` spells, too.
+        normalized = [token.content for token in specials.values() if token.normalized]
+        self._normalizer = backend.normalizer if normalized else None
+        if self._normalizer is not None:
+            self._normalized = re.compile(_any_of(map(self._normalizer.normalize_str, normalized)))
         self._marks, self._stand_ins = _names(texts), _names(texts)
         self._literals = {mark: literal for literal, mark in self._marks.items()}
         self._mark_pattern = re.compile(_any_of(self._literals))
@@ -64,8 +69,16 @@ class Literals:
     def are_in(self, inputs: Given) -> bool:
         """Return whether any text spells out a special token, perhaps once it is normalized."""
         return any(
-            self._pattern.search(text) or self._normalized.in_(text) for text in _texts(inputs)
+            self._pattern.search(text) or self._are_in_normalized(text) for text in _texts(inputs)
         )
+
+    def _are_in_normalized(self, text: str) -> bool:
+        if self._normalizer is None:
+            return False
+        try:
+            return bool(self._normalized.search(self._normalizer.normalize_str(text)))
+        except UnicodeEncodeError:  # a lone surrogate, which encoding the text refuses
+            return False
 
     def encode(self, inputs: Given, render: Callable[[Given], str]) -> list[int]:
         """Return the token ids of a conversation in which literals are text.
@@ -128,30 +141,6 @@ class Literals:
             "leave it out",
             param="messages",
         )
-
-
-class _NormalizedTexts:
-    """Special tokens that a tokenizer looks for in a text once that is normalized, if it has any.
-
-    With one that makes letters small, `[CLS]` is a special token that `[cls]` spells, too.
-    """
-
-    def __init__(
-        self, backend: tokenizers.Tokenizer, specials: Iterable[tokenizers.AddedToken]
-    ) -> None:
-        contents = [token.content for token in specials if token.normalized]
-        self._normalizer = backend.normalizer if contents else None
-        if self._normalizer is not None:
-            self._pattern = re.compile(_any_of(map(self._normalizer.normalize_str, contents)))
-
-    def in_(self, text: str) -> bool:
-        """Return whether a text has any of them."""
-        if self._normalizer is None:
-            return False
-        try:
-            return bool(self._pattern.search(self._normalizer.normalize_str(text)))
-        except UnicodeEncodeError:  # a lone surrogate, which encoding the text refuses
-            return False
 
 
 def _texts(value: Any) -> Iterator[str]:

@@ -82,8 +82,12 @@ def _space(step: dict[str, Any]) -> tuple[str, str]:
 
 def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
     """Return the steps of a decoder, as in tokenizer.json."""
-    if decoder is None:
-        return []
-    state: dict[str, Any] = json.loads(decoder.__getstate__())
-    steps: list[dict[str, Any]] = state.get("decoders", [state])
+    settings = settings_of(decoder)
+    steps: list[dict[str, Any]] = settings.get("decoders", [settings])
     return steps
+
+
+def settings_of(part: Any) -> dict[str, Any]:
+    """Return the settings of a tokenizer's part as in tokenizer.json; empty if there is none."""
+    settings: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
+    return settings
