@@ -217,11 +217,7 @@ def run_bench(work: Callable[[], None]) -> int:
     SIGTERM ends the bench as Ctrl-C does, so that it stops its servers: these have sessions of
     their own, and get no signal that is sent to the bench.
     """
-
-    def stop(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         work()
     except BenchError as exc:
