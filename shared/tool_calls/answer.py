@@ -16,9 +16,8 @@ from pagewire.shared.tool_calls.events import (
     ContentText,
     ReasoningText,
 )
-from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.harmony import ChannelParser
-from pagewire.shared.tool_calls.parser import ToolParser, new_call_id
+from pagewire.shared.tool_calls.parser import ToolParser
 from pagewire.shared.tool_calls.reasoning import Begins, ReasoningSplitter
 from pagewire.shared.tool_calls.syntax import ChatSyntax
 from pagewire.shared.tool_calls.written_values import ParameterForms
@@ -54,11 +53,9 @@ def answer_parser(syntax: ChatSyntax, parsing: AnswerParsing) -> AnswerParser:
     """Return the parser for one answer of a model."""
     if not syntax.has_channels:
         return TaggedAnswer(syntax, parsing)
-    form = TOOL_FORMATS["harmony"]
     return ChannelParser(
         parsing.names,
         parsing.reasoning or "outside",
-        lambda: new_call_id(form),
         1 if parsing.only_one else None,
         parsing.include_reasoning,
         parsing.must_call,

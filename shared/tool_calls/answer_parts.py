@@ -76,7 +76,7 @@ class _Recorder(ChannelParser):
     """Remembers which of the text that it parses is the text of a message without reasoning."""
 
     def __init__(self, begins: Begins) -> None:
-        super().__init__((), begins, str)
+        super().__init__((), begins)
         self._parts: list[tuple[str, bool]] = []
 
     def parts(self, is_last: bool = False) -> list[tuple[str, bool]]:

@@ -7,6 +7,8 @@ A new format is a new row. If its arguments are neither JSON nor Python, it also
 from __future__ import annotations
 
 import re
+import secrets
+import string
 from typing import Any, Literal
 
 import msgspec
@@ -84,6 +86,13 @@ class ToolFormat(msgspec.Struct, frozen=True, kw_only=True):
     def tail(self) -> str:
         """Text of an "object" call after its arguments."""
         return self.shape.partition("<arguments>")[2]
+
+    def new_call_id(self) -> str:
+        """Return a new id of a call."""
+        if self.id_chars is None:
+            return f"call_{secrets.token_hex(12)}"
+        letters = string.ascii_letters + string.digits
+        return "".join(secrets.choice(letters) for _ in range(self.id_chars))
 
     @property
     def opens(self) -> tuple[str, ...]:

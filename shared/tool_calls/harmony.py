@@ -13,7 +13,7 @@ The events do not depend on how the text is split into chunks. They never contai
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Literal
 
 from pagewire.shared.text.stop_strings import overlap
@@ -25,6 +25,7 @@ from pagewire.shared.tool_calls.events import (
     ContentText,
     ReasoningText,
 )
+from pagewire.shared.tool_calls.formats import TOOL_FORMATS
 from pagewire.shared.tool_calls.reasoning import Begins
 from pagewire.shared.tool_calls.scanner import ValueScanner
 
@@ -47,7 +48,6 @@ class ChannelParser:
     Args:
         names: names of the functions that may be called; a message to another one is content.
         begins: "inside": the prompt has opened a message of reasoning; "answer": one of content.
-        new_id: returns a new id for a call.
         most_calls: further calls are dropped.
         include_reasoning: whether the client gets the reasoning.
         must_call: the answer ends with a call; only remarks before it are content.
@@ -61,13 +61,12 @@ class ChannelParser:
         self,
         names: Collection[str],
         begins: Begins,
-        new_id: Callable[[], str],
         most_calls: int | None = None,
         include_reasoning: bool = True,
         must_call: bool = False,
     ) -> None:
         self.has_reasoning, self.may_reason = begins == "inside", begins != "answer"
-        self._names, self._most, self._new_id = names, most_calls, new_id
+        self._names, self._most = names, most_calls
         self._include_reasoning, self._must_call = include_reasoning, must_call
         self._state: Literal["between", "header", "body"] = "between"
         self._kind: _Kind = "content"
@@ -205,7 +204,8 @@ class ChannelParser:
         part, rest = call.push(text)
         if call.has_begun and not begun:
             self._num_calls += 1
-            self._emit_call(CallBegin(self._num_calls - 1, self._new_id(), call.name))
+            call_id = TOOL_FORMATS["harmony"].new_call_id()
+            self._emit_call(CallBegin(self._num_calls - 1, call_id, call.name))
         self._emit_call(CallArguments(self._num_calls - 1, part))
         if call.has_begun and not call.is_open and not call.has_ended:
             call.has_ended = True

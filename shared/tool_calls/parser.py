@@ -9,8 +9,6 @@ forget the text before a call: a call that begins in a way that no text does is 
 
 from __future__ import annotations
 
-import secrets
-import string
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal
 
@@ -64,7 +62,7 @@ class ToolParser:
         self._must_call, self._calls_first = must_call, calls_first
         self._forms = forms or {}
         self._form, self._names, self._most = form, names, most_calls
-        self._new_id = new_id or (lambda: new_call_id(form))
+        self._new_id = new_id or form.new_call_id
         self._opens = form.opens
         self._before, self._after = form.before.strip(), form.after.strip()
         self._close = form.close.strip()
@@ -313,11 +311,3 @@ class ToolParser:
     def _content(self, text: str) -> None:
         if text and not self._must_call:
             self._events.append(ContentText(text))
-
-
-def new_call_id(form: ToolFormat) -> str:
-    """Return a new id in the format's form."""
-    if form.id_chars is None:
-        return f"call_{secrets.token_hex(12)}"
-    letters = string.ascii_letters + string.digits
-    return "".join(secrets.choice(letters) for _ in range(form.id_chars))

@@ -8,7 +8,7 @@ value may be a constant of Python as a whole. JSON's constants are allowed, too,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pagewire.shared.grammar.lark_rules import LarkRules, json_text, other_name
@@ -200,7 +200,8 @@ class PythonValues:
         """Add the rules of properties that are not listed; return as `add_chain` takes them."""
         if shape.others is False:
             return "", ""
-        pattern = _other_key(map(json_text, (*shape.properties, *sorted(shape.excluded))))
+        known = map(json_text, (*shape.properties, *sorted(shape.excluded)))
+        pattern = other_name(_TEXT, ": ", known)
         key = self._rules.add_shared(f"{prefix}_KEY".upper(), pattern)
         field = f"{key} {self._add(self._next(), shape.others)}"
         return f'({field} (", " {field})*)?', f'(", " {field})*'
@@ -208,7 +209,7 @@ class PythonValues:
     def _any(self) -> str:
         """Return the rule of any value."""
         if not self._has_any and _ANY not in self._rules:
-            key = self._rules.add_shared(_KEY, _other_key(()))
+            key = self._rules.add_shared(_KEY, other_name(_TEXT, ": ", ()))
             scalar = self._schemas.add("python_scalar", {"type": ["string", "number"]})
             field, more = f"{key} {_ANY}", f'(", " {_ANY})*'
             lists = f'"[]" | "[" {_ANY} {more} "]"'
@@ -259,7 +260,3 @@ def _what_it_says(schema: dict[str, Any]) -> dict[str, Any]:
         for key, value in with_null(without_nulls(schema)).items()
         if not is_idle(key, value) and key in _SAYING
     }
-
-
-def _other_key(listed: Iterable[str]) -> str:
-    return other_name(_TEXT, ": ", listed)

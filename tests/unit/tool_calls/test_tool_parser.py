@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from pagewire.shared.tool_calls.calls import MAX_CALL_ID, MAX_HEAD
 from pagewire.shared.tool_calls.events import CallArguments, CallBegin, CallEnd, ContentText
 from pagewire.shared.tool_calls.formats import TOOL_FORMATS
-from pagewire.shared.tool_calls.parser import new_call_id
 from pagewire.shared.tool_calls.scanner import ValueScanner
 from pagewire.tests.support.examples import MANY_EXAMPLES
 from pagewire.tests.support.growth import grows_in_proportion
@@ -327,10 +326,10 @@ def test_of_several_calls_only_one_is_wanted() -> None:
 
 
 def test_ids_have_the_form_that_templates_want() -> None:
-    assert len(new_call_id(TOOL_FORMATS["mistral"])) == 9
-    assert new_call_id(TOOL_FORMATS["mistral_args"]).isalnum()
-    assert new_call_id(TOOL_FORMATS["hermes"]).startswith("call_")
-    assert new_call_id(TOOL_FORMATS["hermes"]) != new_call_id(TOOL_FORMATS["hermes"])
+    assert len(TOOL_FORMATS["mistral"].new_call_id()) == 9
+    assert TOOL_FORMATS["mistral_args"].new_call_id().isalnum()
+    assert TOOL_FORMATS["hermes"].new_call_id().startswith("call_")
+    assert TOOL_FORMATS["hermes"].new_call_id() != TOOL_FORMATS["hermes"].new_call_id()
 
 
 @pytest.mark.parametrize("unit", ["<tool_call>", '<tool_call>{"name": "', "["])
