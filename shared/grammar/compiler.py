@@ -6,7 +6,6 @@ engine continues.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from threading import Event, Lock
 from llguidance import LLMatcher, LLTokenizer
 
 from pagewire.shared.base.errors import InvalidRequestError
+from pagewire.shared.grammar.lark_rules import grammars_in, with_others
 from pagewire.shared.grammar.limits import parser_limits
 from pagewire.shared.grammar.reasons import plain_reason
 from pagewire.shared.grammar.threads import (
@@ -74,13 +74,9 @@ def _unforced(text: str) -> str:
     tokenizer splits that text. If the text is that of a special token, that is the special token
     itself, which has no text in an answer, or ends it.
     """
-    try:
-        grammars = json.loads(text)["grammars"]
-    except (ValueError, LookupError, TypeError, RecursionError):  # Lark
-        grammars = [{"lark_grammar": text}]
+    grammars = grammars_in(text)
     name = grammars[0]["name"] = grammars[0].get("name") or "whole"
-    start = {"lark_grammar": f'%llguidance {{"no_forcing": true}}\nstart: @{name}'}
-    return json.dumps({"grammars": [start, *grammars]})
+    return with_others(f'%llguidance {{"no_forcing": true}}\nstart: @{name}', grammars)
 
 
 def problem_of(matcher: LLMatcher) -> str:

@@ -60,6 +60,20 @@ class LarkRules(UserDict[str, str]):
         )
 
 
+def grammars_in(text: str) -> list[dict[str, Any]]:
+    """Return the grammars of a grammar text: Lark, or JSON with a list; the first is the start."""
+    try:
+        grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
+    except (ValueError, LookupError, TypeError, RecursionError):  # Lark
+        return [{"lark_grammar": text}]
+    return grammars
+
+
+def with_others(lark: str, others: Iterable[dict[str, Any]]) -> str:
+    """Return the grammar text of a start in Lark, and other grammars to which it refers by name."""
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *others]})
+
+
 def check_size(num_chars: int) -> None:
     """Check the size that a grammar has while it is made.
 

@@ -30,8 +30,6 @@ from pagewire.shared.text.markers import NO_MARKERS, Markers
 
 _NO_WHITE_SPACE = {"whitespace_flexible": False}
 
-_KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
 
 def grammar_text(
     outputs: StructuredOutputs, field: str = "structured_outputs", markers: Markers = NO_MARKERS
@@ -49,14 +47,14 @@ def grammar_text(
         InvalidRequestError: more than one form is given, or the form cannot be read; the error
             names the field.
     """
-    kinds = [kind for kind in _KINDS if getattr(outputs, kind) not in (None, False)]
+    kinds = [kind for kind in _MAKERS if getattr(outputs, kind) not in (None, False)]
     if outputs.json is False:
         raise InvalidRequestError(f"{field}: the schema false allows nothing", field)
     if not kinds:
         return None
     if len(kinds) > 1:
         raise InvalidRequestError(
-            f"{field}: only one of {', '.join(_KINDS)} is possible, not {' and '.join(kinds)}",
+            f"{field}: only one of {', '.join(_MAKERS)} is possible, not {' and '.join(kinds)}",
             field,
         )
     try:

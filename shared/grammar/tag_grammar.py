@@ -6,7 +6,6 @@ other tokens with the same text.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import msgspec
 
 from pagewire.shared.grammar import tag_formats as formats
 from pagewire.shared.grammar.json_schemas import schema_rule
-from pagewire.shared.grammar.lark_rules import json_text
+from pagewire.shared.grammar.lark_rules import json_text, with_others
 from pagewire.shared.grammar.lark_texts import lark_text
 from pagewire.shared.grammar.regex_texts import in_ascii
 from pagewire.shared.grammar.tag_elements import (
@@ -89,7 +88,7 @@ class _TagGrammar:
         main = self._rules.text(self._rules.sequence(self._elements(form), "end") or '""')
         if not self._others:
             return main
-        return json.dumps({"grammars": [{"lark_grammar": main}, *self._others]})
+        return with_others(main, self._others)
 
     def _elements(self, form: Format) -> Elements:
         """Return the elements of a format."""

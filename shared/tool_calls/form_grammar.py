@@ -6,11 +6,9 @@ call tools, an answer either has calls or the form.
 
 from __future__ import annotations
 
-import json
-
 from msgspec.structs import replace
 
-from pagewire.shared.grammar.lark_rules import LarkRules, literal
+from pagewire.shared.grammar.lark_rules import LarkRules, grammars_in, literal, with_others
 from pagewire.shared.request.structured_outputs import MAX_GRAMMAR_CHARS
 from pagewire.shared.text.markers import Markers
 from pagewire.shared.text.tokenizer import Tokenizer
@@ -117,7 +115,7 @@ def parsing_of_form(parsing: AnswerParsing, text: str, syntax: ChatSyntax) -> An
         text: the form's grammar: Lark, or JSON with a list of grammars.
         syntax: the model's syntax.
     """
-    if syntax.tools is None or _grammars(text)[0].get("json_schema") is None:
+    if syntax.tools is None or grammars_in(text)[0].get("json_schema") is None:
         return parsing
     names = parsing.names if _may_call(text, syntax, syntax.tools) else ()
     return replace(parsing, names=names, calls_first=True)
@@ -138,18 +136,9 @@ def _is_whole(text: str, form: ReasoningFormat, syntax: ChatSyntax) -> bool:
 
 def _named(lark: str, text: str) -> str:
     """Return a grammar that refers to the form's grammar `text`."""
-    grammars = _grammars(text)
+    grammars = grammars_in(text)
     grammars[0]["name"] = _NAME
-    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
-
-
-def _grammars(text: str) -> list[dict[str, object]]:
-    """Return the grammars of a grammar text; the first one is the start."""
-    try:
-        grammars: list[dict[str, object]] = json.loads(text)["grammars"]
-    except (ValueError, RecursionError):  # Lark
-        return [{"lark_grammar": text}]
-    return grammars
+    return with_others(lark, grammars)
 
 
 def _lark(form: ReasoningFormat, syntax: ChatSyntax, begins: Begins) -> str:
