@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from functools import cached_property
 
 import tokenizers
 
@@ -70,8 +71,9 @@ class TokenBytes:
             return bytes([int(byte[1], 16)])
         return token.replace(_WORD_START, " ").encode()
 
+    @cached_property
     def text_table(self) -> list[bytes] | None:
-        """Return by token id the bytes that joined are a text, with U+FFFD for invalid ones.
+        """By token id, the bytes that joined are a text, with U+FFFD for invalid ones.
 
         None if a token's text depends on its neighbours: any decoder but a byte-level one, or one
         that gives a single token another text than its bytes.

@@ -111,19 +111,14 @@ class Tokenizer:
         template, tools = (ChatTemplate(source, names) if source else None for source in sources)
         return cls(backend, template, bos, ends, special_tokens, tools, names)
 
-    @cached_property
-    def text_table(self) -> list[bytes] | None:
-        """The bytes that each token adds to a text, see `TokenBytes.text_table`."""
-        return self.token_bytes.text_table()
-
     def table_with(self, visible: Collection[int]) -> list[bytes] | None:
-        """Return `text_table` with the texts of some tokens: it leaves special ones out."""
-        key = self.token_bytes.special.intersection(visible)
-        if not key or self.text_table is None:
-            return self.text_table
+        """Return `TokenBytes.text_table` with the texts of some special tokens, which it lacks."""
+        key, table = self.token_bytes.special.intersection(visible), self.token_bytes.text_table
+        if not key or table is None:
+            return table
         if key not in self._tables:
-            table = self.token_bytes.with_names(self.text_table, key)
-            self._tables = _with_newest(self._tables, key, table)
+            named = self.token_bytes.with_names(table, key)
+            self._tables = _with_newest(self._tables, key, named)
         return self._tables[key]
 
     @cached_property

@@ -127,7 +127,7 @@ class TestTable:
         st.integers(1, 5),
     )
     def test_any_ids(self, prompt: list[int], ids: list[int], step: int) -> None:
-        assert DEMO.text_table is not None
+        assert DEMO.token_bytes.text_table is not None
         stream = make_detokenizer(DEMO, prompt)
         parts = [stream.push(ids[i : i + step]) for i in range(0, len(ids), step)]
         assert DEMO.decode(prompt + ids) in _wholes(prompt, "".join(parts) + stream.flush())
@@ -154,13 +154,13 @@ class TestTable:
         assert make_detokenizer(DEMO, ids[:1]).finish(DEMO.encode("a")[-1:]) == "a"
 
     def test_a_decoder_that_looks_at_neighbours_has_none(self, sentencepiece: Tokenizer) -> None:
-        assert sentencepiece.text_table is None
+        assert sentencepiece.token_bytes.text_table is None
 
     def test_a_vocabulary_that_decodes_to_other_text_has_none(self) -> None:
         backend = tokenizers.Tokenizer.from_file(str(demo_model_path() / "tokenizer.json"))
-        assert Tokenizer(backend, None, None, frozenset()).text_table is not None
+        assert Tokenizer(backend, None, None, frozenset()).token_bytes.text_table is not None
         backend.add_tokens(["\u00e9"])  # one byte in a byte-level vocabulary, and no text
-        assert Tokenizer(backend, None, None, frozenset()).text_table is None
+        assert Tokenizer(backend, None, None, frozenset()).token_bytes.text_table is None
 
 
 def _wholes(prompt: list[int], answer: str) -> list[str]:
