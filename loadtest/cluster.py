@@ -241,3 +241,8 @@ def wait_idle(operator_url: str, timeout: float = 30.0, workers: int | None = No
         if time.monotonic() > deadline:
             raise BenchError(f"KV blocks are still held after {timeout:g} s: {used}")
         time.sleep(POLL_S)
+
+
+def say(text: str) -> None:
+    """Print which step of a program begins."""
+    print(f"==> {text}", flush=True)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from pagewire.loadtest.cluster import BenchError, running_cluster, wait_idle
+from pagewire.loadtest.cluster import BenchError, running_cluster, say, wait_idle
 from pagewire.loadtest.cpu import CpuSampler, pin
 from pagewire.loadtest.records import BEGAN_FILE
 from pagewire.loadtest.report import write_report
@@ -198,11 +198,6 @@ def table(result: RunResult) -> list[str]:
     if busy:
         lines.append(f"  at {', '.join(busy)} req/s the load generator was the bottleneck")
     return lines
-
-
-def say(text: str) -> None:
-    """Print which step of the comparison begins."""
-    print(f"==> {text}", flush=True)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from pagewire.loadtest.cluster import BenchError
+from pagewire.loadtest.cluster import BenchError, say
 from pagewire.loadtest.faults.measures import Capacity, KvMeter, measured_capacity
 from pagewire.loadtest.faults.players import Player, Prepared
 from pagewire.loadtest.faults.processes import SystemUnderTest
@@ -308,8 +308,3 @@ def first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the first error of a group of groups."""
     error = group.exceptions[0]
     return first_error(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-def say(text: str) -> None:
-    """Print which step of the benchmark begins."""
-    print(f"==> {text}", flush=True)
