@@ -120,7 +120,7 @@ def parameter_forms(function: Function) -> ParameterForms:
     """Return how the values of a function's parameters are written."""
     schema = function.schema
     try:
-        shape, values = shape_of(schema, lenient=True), SchemaValues(References(schema))
+        shape, values = shape_of(schema, lenient=True), SchemaValues(schema)
     except ValueError:
         return ParameterForms()
     named = {name: values.form(each) for name, each in shape.properties.items()}
@@ -173,11 +173,11 @@ class SchemaValues:
     one. Equal results are the same object, whose id stands for it.
 
     Args:
-        references: into the function's whole schema.
+        root: the function's whole schema, into which references lead.
     """
 
-    def __init__(self, references: References) -> None:
-        self._references = references
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._references = References(root)
         # By reference; None while it is read: a schema that is an alternative of its own adds none.
         self._known: dict[str, AllowedValues | None] = {}
         self._num_open = 0  # references that are being read

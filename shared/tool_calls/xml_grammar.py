@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 from pagewire.shared.grammar.lark_rules import LarkRules, json_text, other_name, quoted, regex
-from pagewire.shared.grammar.references import References
 from pagewire.shared.grammar.regex_texts import ASCII
 from pagewire.shared.grammar.schema_fit import ANNOTATIONS
 from pagewire.shared.tool_calls.argument_grammar import MAX_ARGUMENTS, named
@@ -47,7 +46,7 @@ class XmlParameterRules:
         self._texts: dict[tuple[int, str], str] = {}
         self._known: dict[int, str] = {}  # expressions of values, by the ids of their schemas
         self._shape = shape_of(schema, lenient)
-        self._values = SchemaValues(References(schema))
+        self._values = SchemaValues(schema)
         self._schemas = ValueSchemas(schema, rules, lenient)
 
     def add(self) -> str:
