@@ -21,7 +21,8 @@ EFFICIENT_CHUNK = 192
 SMALL_STEP_FACTOR = 4
 # A step that is larger than the captured ones is launched kernel by kernel. On a busy host that
 # takes up to 40 ms, as long as the device takes for about this many times the tokens of the largest
-# captured one. A smaller one would wait for the host, which predictions do not know.
+# captured one. Where a step may not last as long as that, it would wait for the host, which
+# predictions do not know.
 LAUNCHED_FACTOR = 2
 
 
@@ -29,6 +30,8 @@ def chunk_room(
     limits: SchedulerLimits, costs: StepCosts, gap_s: float, work: StepWork, start: int
 ) -> int:
     """Return how many tokens the next chunk of a step may have, as far as time matters.
+
+    0 only if the step has another chunk.
 
     Args:
         limits: the scheduler's.
@@ -49,14 +52,23 @@ def chunk_room(
     if not work.tokens and tokens < EFFICIENT_CHUNK:
         tokens = min(EFFICIENT_CHUNK, within(longest_s / pace, work, start, most))
     tokens = min(most, tokens)
-    return tokens if gap_s == math.inf else _filling(limits.step_sizes, work, tokens)
+    sizes = limits.step_sizes
+    if gap_s == math.inf or not sizes:
+        return tokens
+    others = work.rows + work.tokens
+    if others + tokens > sizes[-1]:
+        launched = max(0, LAUNCHED_FACTOR * sizes[-1] - others)
+        if pace * costs.prices.step_s(work.with_chunk(start, launched)) <= gap_s:
+            return tokens
+    return _filling(sizes, work, tokens)
 
 
 def _filling(sizes: tuple[int, ...], work: StepWork, tokens: int) -> int:
-    """Return at most this many tokens, so that the step is a CUDA graph and has no empty places."""
+    """Return at most this many tokens, so that a CUDA graph has no empty places if possible.
+
+    0 if another chunk would make the step larger than the captured ones.
+    """
     others = work.rows + work.tokens
-    if not sizes or others + tokens >= LAUNCHED_FACTOR * sizes[-1]:
-        return tokens
     next_size = bisect.bisect_right(sizes, others + tokens)
     filling = sizes[next_size - 1] - others if next_size else 0
     if filling >= SMALLEST_CHUNK:

@@ -71,6 +71,12 @@ class CapturedToOneHundred(Engine):
     step_sizes = (16, 32, 64, 100)
 
 
+class CapturedToTwoHundred(Engine):
+    """An engine whose budget is between its largest captured step and twice that."""
+
+    step_sizes = (16, 32, 64, 128, 200)
+
+
 def with_rows(engine: Engine, *gaps: float | None, answer: int = 1000) -> Engine:
     for number, gap_s in enumerate(gaps):
         engine.add(f"row{number}", 8, answer, gap_s)
@@ -150,10 +156,19 @@ def test_a_step_with_an_objective_is_no_larger_than_the_captured_ones(lengths: l
     assert all(90 < work.rows + work.tokens <= 100 for work in works)
 
 
-def test_a_step_that_may_last_long_is_larger_than_the_captured_ones() -> None:
-    engine = with_rows(CapturedToOneHundred(), 0.03, None)
+@pytest.mark.parametrize("largest", [10_000, 90], ids=["all sizes seen", "captured sizes seen"])
+def test_a_step_that_may_last_long_is_larger_than_the_captured_ones(largest: int) -> None:
+    engine = with_rows(CapturedToOneHundred(largest=largest), 0.03, None)
     engine.add("prompt", 1200, 1)
-    assert all(work.tokens > 200 for work in engine.run(3))
+    works = engine.run(3)
+    assert works
+    assert all(work.tokens > 150 for work in works)
+
+
+def test_a_budget_below_twice_the_captured_sizes_is_used_where_time_allows() -> None:
+    engine = with_rows(CapturedToTwoHundred(), 1.0, None)
+    engine.add("prompt", 1200, 1)
+    assert {work.rows + work.tokens for work in engine.run(3)} == {BUDGET}
 
 
 def test_a_worker_that_knows_no_prompts_begins_with_short_chunks() -> None:
