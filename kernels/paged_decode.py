@@ -360,7 +360,8 @@ def paged_decode(
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if splits > 1:
-        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks)
+        overlapping = _MOST_OVERLAPPING_ROWS
+        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks, overlapping)
     return out
 
 
@@ -372,6 +373,7 @@ def combine_splits(
     tile: int,
     window: int = 0,
     sinks: torch.Tensor | None = None,  # [H]
+    most_overlapping: int = 4,  # rows, see `overlap_options`
 ) -> None:
     """Combine the attention over splits into the attention over the whole context.
 
@@ -394,5 +396,5 @@ def combine_splits(
         SPLITS_PAD=splits_pad,
         WINDOW=window,
         num_warps=4 if splits_pad * dim <= 4096 else 8,
-        **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
+        **overlap_options(out.device, rows, most_overlapping),
     )
