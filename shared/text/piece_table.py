@@ -83,7 +83,7 @@ def _space(step: dict[str, Any]) -> tuple[str, str]:
 def decoder_steps(decoder: Any) -> list[dict[str, Any]]:
     """Return the steps of a decoder, as in tokenizer.json."""
     settings = settings_of(decoder)
-    steps: list[dict[str, Any]] = settings.get("decoders", [settings])
+    steps: list[dict[str, Any]] = settings.get("decoders", [settings] if settings else [])
     return steps
 
 

@@ -37,7 +37,7 @@ NO_OPTIONS = ChatOptions()
 # Tables have an entry for each id up to the largest; no model has this many.
 _MOST_IDS = 1 << 24
 _MOST_TABLES = 3  # with one model's markers, with all special tokens, and without any
-Table = TypeVar("Table", list[bytes], PieceTable)
+_Table = TypeVar("_Table", list[bytes], PieceTable)
 
 
 class Tokenizer:
@@ -116,10 +116,10 @@ class Tokenizer:
         key, table = self.token_bytes.special.intersection(visible), self.token_bytes.text_table
         if not key or table is None:
             return table
-        if key not in self._tables:
+        if (named := self._tables.get(key)) is None:
             named = self.token_bytes.with_names(table, key)
             self._tables = _with_newest(self._tables, key, named)
-        return self._tables[key]
+        return named
 
     @cached_property
     def piece_table(self) -> PieceTable | None:
@@ -131,9 +131,10 @@ class Tokenizer:
         if self.piece_table is None:
             return None
         key = self.token_bytes.special - frozenset(visible)
-        if key not in self._pieces:
-            self._pieces = _with_newest(self._pieces, key, self.piece_table.without(key))
-        return self._pieces[key]
+        if (pieces := self._pieces.get(key)) is None:
+            pieces = self.piece_table.without(key)
+            self._pieces = _with_newest(self._pieces, key, pieces)
+        return pieces
 
     def with_template(self, source: str) -> Tokenizer:
         """Return a tokenizer that renders conversations by the template of a request.
@@ -275,8 +276,8 @@ class Tokenizer:
 
 
 def _with_newest(
-    tables: dict[frozenset[int], Table], key: frozenset[int], table: Table
-) -> dict[frozenset[int], Table]:
+    tables: dict[frozenset[int], _Table], key: frozenset[int], table: _Table
+) -> dict[frozenset[int], _Table]:
     """Return tables with a further one; only the newest are kept."""
     return {**dict(list(tables.items())[1 - _MOST_TABLES :]), key: table}
 
