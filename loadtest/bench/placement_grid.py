@@ -7,8 +7,8 @@ division reached; the best one may be another for each figure. Where the best ke
 less than a tenth of the requests, the promise does not count.
 
 Static clusters are all xPyD, and aggregated workers with steps of 2,048 and of 512 tokens. The
-workers of the predicted cluster have nine tenths of a promised gap as their `slo_gap_s`, or else
-the promised mean.
+workers of the predicted cluster have nine tenths of a promised gap as their `slo_gap_s` or, without
+one, all of the promised mean.
 """
 
 from __future__ import annotations
