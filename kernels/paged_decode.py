@@ -360,8 +360,7 @@ def paged_decode(
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if splits > 1:
-        overlapping = _MOST_OVERLAPPING_ROWS
-        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks, overlapping)
+        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks)
     return out
 
 
@@ -373,7 +372,6 @@ def combine_splits(
     tile: int,
     window: int = 0,
     sinks: torch.Tensor | None = None,  # [H]
-    most_overlapping: int = 4,  # rows, see `overlap_options`
 ) -> None:
     """Combine the attention over splits into the attention over the whole context.
 
@@ -396,5 +394,5 @@ def combine_splits(
         SPLITS_PAD=splits_pad,
         WINDOW=window,
         num_warps=4 if splits_pad * dim <= 4096 else 8,
-        **overlap_options(out.device, rows, most_overlapping),
+        **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
     )
