@@ -44,7 +44,7 @@ def test_another_secret_is_refused_at_once() -> None:
                 ChannelError, match=r"authentication failed \(is the cluster secret the same"
             ):
                 await lone_client(server.endpoint, ClusterKeys.derive("another")).connect(WAIT_S)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < WAIT_S - 1
             assert server.control.peers == ()
             await check_service(server)
 
@@ -196,7 +196,7 @@ def test_a_server_of_another_release_is_named_as_such() -> None:
             start = time.monotonic()
             with pytest.raises(ChannelError, match=mismatch):
                 await lone_client(f"tcp://127.0.0.1:{port}").connect(WAIT_S)
-            assert time.monotonic() - start < 2
+            assert time.monotonic() - start < WAIT_S - 1
             link.close()
             gate.close()
 
