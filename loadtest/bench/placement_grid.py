@@ -8,7 +8,7 @@ less than a tenth of the requests, the promise does not count.
 
 Static clusters are all xPyD, and aggregated workers with steps of 2,048 and of 512 tokens. The
 workers of the predicted cluster have nine tenths of a promised gap as their `slo_gap_s` or, without
-one, all of the promised mean.
+one, 97.5 % of the promised mean.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _TTFT = "Promise: the first token within this many ms."
 _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
 _KEEP = (
-    "Workers have nine tenths of --slo-gap or, without it, all of --slo-itl as their slo_gap_s: "
+    "Workers have nine tenths of --slo-gap or, without it, 97.5 % of --slo-itl as their slo_gap_s: "
     "predictions err a little."
 )
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]

@@ -24,22 +24,28 @@ class Admission:
     table: SequenceTable
     suspects: Suspects
 
-    def admit(self, decision: Schedule) -> Sequence | None:
+    def admit(self, decision: Schedule, *, is_full: bool = False) -> Sequence | None:
         """Give the first in the queue its blocks and a device slot, if there are enough of both.
 
         If there are not, a running sequence may be preempted for it.
 
         Args:
             decision: the step so far, in which the changes are noted.
+            is_full: the step can compute nothing more. Then the first one is admitted that a
+                prefill worker computes: the sooner that begins, the better for both workers. What
+                the first of the queue needs is left.
 
         Returns:
             The sequence, which runs or is reserved; None if none could be admitted.
         """
         table, blocks, limits = self.table, self.table.blocks, self.table.limits
-        if (sequence := self.suspects.first_of(table.waiting)) is None:
+        queue = table.waiting.remote() if is_full else table.waiting
+        if (sequence := self.suspects.first_of(queue)) is None:
             return None
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
+        if is_full and len(table.free_slots) < 2:
+            return None
         if not table.free_slots:
             self._make_way(sequence, 0, decision)
             return None
@@ -54,8 +60,12 @@ class Admission:
         missing, later = self._count_blocks(sequence, tables, is_remote)
         reserve = limits.watermark_blocks if table.running or table.reserved else 0
         pool, cached = blocks.pool, [block for each in tables for block in each.held]
+        if is_full:
+            first = next(iter(table.waiting))
+            reserve += pool.layout.blocks_for(len(first.token_ids)) * len(pool.layout.groups)
         if sum(missing) + later + reserve > pool.num_available - pool.num_evictable(cached):
-            self._make_way(sequence, sum(missing) + later, decision)
+            if not is_full:
+                self._make_way(sequence, sum(missing) + later, decision)
             return None
         pool.acquire(cached)
         sequence.tables = tables  # before anything can fail, so that they are released in any case

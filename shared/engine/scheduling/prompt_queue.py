@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from pagewire.shared.base.fair_queue import FairQueue
 from pagewire.shared.costs.step_work import NOTHING, StepWork
 from pagewire.shared.engine.scheduling.sequence import Sequence
@@ -21,6 +23,12 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         self.num_tokens = 0
         self.work = NOTHING
         self._counted: dict[Sequence, tuple[int, StepWork]] = {}
+        self._num_remote = 0
+
+    def remote(self) -> Iterator[Sequence]:
+        """Yield those whose prompts another worker computes, in the order of the queue."""
+        if self._num_remote:
+            yield from (sequence for sequence in self if sequence.remote_prefill)
 
     def push(self, owner: str | None, item: Sequence) -> None:
         """Put a sequence at the end of its owner's line, unless it waits there already."""
@@ -37,6 +45,7 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         super().remove(owner, item)
         count, work = self._counted.pop(item, (0, NOTHING))
         self.num_tokens -= count
+        self._num_remote -= count > work.tokens
         self.work = self.work.minus(work)
 
     def _count(self, sequence: Sequence) -> None:
@@ -46,4 +55,5 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         work = NOTHING if sequence.remote_prefill else NOTHING.with_chunk(0, count)
         self._counted[sequence] = count, work
         self.num_tokens += count
+        self._num_remote += count > work.tokens
         self.work = self.work.plus(work)

@@ -11,7 +11,7 @@ the blocks at once, and `num_computed_tokens` includes what the step will comput
 
 One decision goes in this order: decode rows get the blocks that they lack; sequences with one token
 to compute become decode rows; running prompts get their next chunks; waiting sequences are admitted
-with what is left of the token budget.
+with what is left of the token budget, those whose prompts a prefill worker computes also without.
 
 Suspected sequences run one at a time: see `suspects.py`.
 
@@ -205,17 +205,17 @@ class Scheduler:
 
     def _admit_waiting(self, budget: int, decision: Schedule) -> int:
         """Admit from the queue while there is room; returns what is left of the budget."""
-        while (
-            budget > 0
-            and self._room(decision, None, 0) > 0
-            and (admitted := self._admission.admit(decision)) is not None
-        ):
+        is_full = False
+        while not decision.preempted:
+            is_full = is_full or budget == 0 or self._room(decision, None, 0) == 0
+            admitted = self._admission.admit(decision, is_full=is_full)
+            if admitted is None:
+                break
             if admitted.status is RequestStatus.RUNNING:
-                added = self._add_tokens(admitted, budget, decision)
+                added = 0 if is_full else self._add_tokens(admitted, budget, decision)
                 if added == 0:
                     decision.prepared.append(admitted)
-                    if not (admitted.strikes and self._suspects.must_wait):
-                        break
+                    is_full = not (admitted.strikes and self._suspects.must_wait)
                 budget -= added
         return budget
 

@@ -272,6 +272,32 @@ def test_blocks_of_a_running_sequence_are_found_as_soon_as_they_are_written() ->
     drain(core)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "max_num_seqs", "is_reserved"),
+    [(64, 8, True), (21, 8, False), (22, 8, True), (64, 2, False), (64, 3, True)],
+    ids=["room", "too few blocks", "enough blocks", "too few slots", "enough slots"],
+)
+def test_prompts_of_prefill_workers_pass_those_that_wait_for_a_step(
+    num_blocks: int, max_num_seqs: int, is_reserved: bool
+) -> None:
+    core, device = make_core(
+        num_blocks=num_blocks, block_size=4, max_num_batched_tokens=8, max_num_seqs=max_num_seqs
+    )
+    remote = make_sequence("remote", [0] * 28, max_tokens=4, remote_prefill=True)
+    sequences = [make_sequence("first", [1] * 40), make_sequence("second", [2] * 20), remote]
+    expected = [generate(each, 64) for each in sequences]
+    for each in sequences:
+        core.sequences.add(each)
+    step(core)
+    assert running(core) == ["first"]
+    assert list(core.scheduler.table.reserved) == ["remote"] * is_reserved
+    while remote.status is not RequestStatus.RESERVED:
+        step(core)
+    fill_reservation(device, core, remote)
+    drain(core)
+    assert [each.token_ids[each.num_prompt_tokens :] for each in sequences] == expected
+
+
 def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     core, _ = make_core(block_size=4, local_prefill_tokens=4)
     core.sequences.add(make_sequence("a", [1] * 13))
