@@ -31,9 +31,9 @@ class Admission:
 
         Args:
             decision: the step so far, in which the changes are noted.
-            is_full: the step can compute nothing more. Then the first one is admitted that a
-                prefill worker computes: the sooner that begins, the better for both workers. What
-                the first of the queue needs is left.
+            is_full: the step can compute nothing more. Then the first one that a prefill worker
+                computes is admitted: the sooner that begins, the better for both workers. It
+                leaves what the first of the queue needs.
 
         Returns:
             The sequence, which runs or is reserved; None if none could be admitted.
@@ -44,7 +44,9 @@ class Admission:
             return None
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
-        if is_full and len(table.free_slots) < 2:
+        first = next(iter(table.waiting))
+        passes = is_full and sequence is not first
+        if passes and len(table.free_slots) < 2:
             return None
         if not table.free_slots:
             self._make_way(sequence, 0, decision)
@@ -60,11 +62,10 @@ class Admission:
         missing, later = self._count_blocks(sequence, tables, is_remote)
         reserve = limits.watermark_blocks if table.running or table.reserved else 0
         pool, cached = blocks.pool, [block for each in tables for block in each.held]
-        if is_full:
-            first = next(iter(table.waiting))
+        if passes:
             reserve += pool.layout.blocks_for(len(first.token_ids)) * len(pool.layout.groups)
         if sum(missing) + later + reserve > pool.num_available - pool.num_evictable(cached):
-            if not is_full:
+            if not passes:
                 self._make_way(sequence, sum(missing) + later, decision)
             return None
         pool.acquire(cached)
