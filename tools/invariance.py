@@ -188,7 +188,7 @@ class Measurement:
         """Return the answer of a sequence that another has displaced; None if none was."""
         ours, other = self._prompt(0), self._prompt(0)[::-1]
         outputs = llm.generate([other, ours], self._greedy, use_tqdm=False)
-        return _logprobs(outputs[1]) if llm.engine.core.scheduler.table.num_preemptions else None
+        return _logprobs(outputs[1]) if llm.core.scheduler.table.num_preemptions else None
 
 
 def _median_ms(llm: LLM, prompts: list[list[int]], tokens: int) -> float:

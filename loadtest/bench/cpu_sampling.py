@@ -56,7 +56,7 @@ def main() -> None:
         write_model(Path(directory), {**shape, "vocab_size": VOCAB, "eos_token_id": 1})
         llm = LLM(directory, load_format="dummy", device="cpu", max_model_len=256)
         torch.set_num_threads(1)
-        core, greedy = llm.engine.core, 0.0
+        core, greedy = llm.core, 0.0
         for kind, fields in KINDS.items():
             spec = RequestSpec(**fields, max_tokens=100, seed=1, ignore_eos=True)
             with decoding(core, random_prompts(random.Random(0), ROWS, 16, VOCAB), spec):

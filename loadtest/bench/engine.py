@@ -174,7 +174,7 @@ class Bench:
 
     def _fits(self, batch: int) -> bool:
         """Whether the KV pool holds a batch until its last step."""
-        layout = self._llm.engine.core.scheduler.pool.layout
+        layout = self._llm.core.scheduler.pool.layout
         blocks = layout.held_blocks(self._context + (self._times + 2) * SEGMENT)
         return batch * blocks <= self._llm.block_counts().total
 
@@ -183,7 +183,7 @@ class Bench:
 
         Also returns the distinct experts of a layer in the step after them, see `_count_experts`.
         """
-        core = self._llm.engine.core
+        core = self._llm.core
         out = (segments + 2) * SEGMENT
         spec = RequestSpec(temperature=0, max_tokens=out, ignore_eos=True)
         prompts = random_prompts(self._rng, batch, self._context, self._vocab)

@@ -30,6 +30,7 @@ from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.pending import PendingTokens
 from pagewire.shared.engine.execution.step_inputs import HostStep, StepInputs, StepShape
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import Schedule, SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -110,7 +111,8 @@ def make_core(rows: int, caching: bool, longest: int) -> Engine:
     state = DeviceState(rows, MAX_MODEL_LEN // BLOCK_SIZE, torch.device("cpu"))
     pool = allocate_pool(layout, 1, state.device)
     runner = InstantRunner(NoModel(), load_ops("torch", "cpu"), pool, layout, state, vocab_size=1)
-    return EngineCore(scheduler, runner, overlap=True), scheduler, runner
+    sequences = LiveSequences(scheduler.table)
+    return EngineCore(scheduler, sequences, runner, overlap=True), scheduler, runner
 
 
 class NoModel:

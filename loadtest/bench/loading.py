@@ -66,7 +66,7 @@ def load(model: Path, options: dict[str, Any]) -> dict[str, float]:
     engine = build_engine(settings, progress=progress, other_memory=other_memory)
     ready_s = time.monotonic() - began
     total = torch.cuda.mem_get_info()[1]
-    blocks = engine.core.scheduler.pool.num_blocks
+    blocks = engine.scheduler.pool.num_blocks
     expected = estimate(engine.config, settings, total).kv_blocks
     files = [file.stat().st_size / GIB for file in model.glob("*.safetensors")]
     return {

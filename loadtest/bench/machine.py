@@ -149,7 +149,7 @@ def main() -> None:
         max_num_batched_tokens=options.max_num_batched_tokens,
         enable_prefix_caching=False,
     )
-    core, config = llm.engine.core, llm.engine.config
+    core, config = llm.core, llm.engine.config
     longest = min(options.longest, llm.engine.max_model_len - STEPS - 1)
     run_steps(core, longest // 4, 4, config.vocab_size)  # warms up
     recorded = core.steps.costs = RecordedCosts(core.steps.costs)

@@ -82,7 +82,7 @@ def step_ms(llm: LLM, spec: RequestSpec, batch: int) -> float:
     Raises:
         BenchError: an answer has ended.
     """
-    core = llm.engine.core
+    core = llm.core
     prompts = random_prompts(random.Random(batch), batch, CONTEXT, VOCAB_USED)
     with decoding(core, prompts, spec):
         run_steps(core, SEGMENT)

@@ -210,7 +210,7 @@ def main() -> None:
             "enable_prefix_caching": False,
         }
         built = build_engine(load_settings(EngineSettings, fields), learns_prices=True)
-        core = built.core
+        core = built.make_core()
         emit_prices(core)
         watched = core.steps.costs = RecordedCosts(core.scheduler.costs)
         if args.cpu_time:

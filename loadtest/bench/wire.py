@@ -34,7 +34,6 @@ from pagewire.loadtest.bench.wire_sides import (
     BLOCK_SIZE,
     LAYOUT,
     MOST_IN_A_ROW,
-    Engine,
     Receiving,
     run_sender,
 )
@@ -123,9 +122,8 @@ def measure(options: argparse.Namespace) -> None:
     Raises:
         BenchError: a process ended, or something did not come in time.
     """
-    engine = Engine(torch.device(options.target), options.tokens, options.stepping)
-    engine.runner.mover.capture_unpacking(engine.staging.buffers)
-    receiving = Receiving(engine, options.transport)
+    receiving = Receiving(options)
+    engine = receiving.engine
     total = -(-options.tokens // BLOCK_SIZE) * LAYOUT.block_bytes
     bench = Bench(options, receiving, total, copy_gb_per_s(options.source, options.target, total))
     engine.thread.start()

@@ -5,6 +5,7 @@ The receiving side is in the bench's own process, each sending side in a child's
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import queue
 import time
@@ -26,11 +27,13 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.device_state import DeviceState
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.execution.pending import PendingTokens, StepEvents
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import new_sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 from pagewire.shared.kv.kv_layout import CachedToken, KvLayout
@@ -127,10 +130,19 @@ class Engine:
     Args:
         device: the engine's device.
         num_tokens: length of each prompt.
+        transport: name of the transport of its KV endpoint.
+        handle: gets the endpoint's events.
         stepping: whether it also decodes other sequences.
     """
 
-    def __init__(self, device: torch.device, num_tokens: int, stepping: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        num_tokens: int,
+        transport: str,
+        handle: Callable[[KvEvent], None] = lambda _event: None,
+        stepping: bool = False,
+    ) -> None:
         self.num_tokens = num_tokens
         is_gpu = device.type == "cuda"
         if is_gpu:
@@ -148,47 +160,47 @@ class Engine:
         self.runner = ProductsRunner(NoModel(), ops, pool, LAYOUT, state, vocab_size=1)
         if is_gpu:
             self.runner.operand = torch.randn(4096, 4096, device=device).to(torch.bfloat16)
-        self.core = EngineCore(scheduler, self.runner, overlap=True)
-        self.thread = EngineThread(self.core, lambda _outputs: None, busy_polls=is_gpu)
         slot_bytes = packed_bytes(LAYOUT, STAGING_SLOT_BLOCKS)
         self.staging = make_staging(STAGING_SLOTS, slot_bytes, device)
         self.open = ExitStack()  # resources to close after the thread has ended
+        self.sequences, self._waker = LiveSequences(scheduler.table), Waker()
+        self.endpoint = self._open_endpoint(transport, handle)
+        core = EngineCore(scheduler, self.sequences, self.runner, True, [self.endpoint])
+        self.thread = EngineThread(
+            core, lambda _outputs: None, waker=self._waker, busy_polls=is_gpu
+        )
 
     def start_stepping(self) -> None:
         """Add sequences that decode until the bench ends; only for the engine's thread."""
         spec = RequestSpec(max_tokens=self.num_tokens, ignore_eos=True, seed=1)
         for number in range(STEPPING_ROWS):
-            self.core.sequences.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
+            self.sequences.add(new_sequence(f"step-{number}", [7] * 32, spec, ()))
 
     def close(self) -> None:
         """End the thread, then the endpoint."""
         self.thread.stop(TIMEOUT_S)
         self.open.close()
 
-    def endpoint(
-        self, transport: str, handle: Callable[[KvEvent], None] = lambda _event: None
-    ) -> KvEndpoint:
-        """Open sockets, transport and endpoint, with further arguments of its receiver."""
+    def _open_endpoint(self, transport: str, handle: Callable[[KvEvent], None]) -> KvEndpoint:
         sockets = KvSockets(None, self.staging.slot_bytes)
         opened = open_transport(transport, self.staging, self.runner, "127.0.0.1")
         self.open.callback(sockets.close)
         self.open.callback(opened.close)
         for fd in opened.fds():
-            self.thread.watch(fd)
+            self._waker.watch(fd)
         endpoint = KvEndpoint.of(
             ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1"),
             handle,
             timeout_s=TIMEOUT_S,
-            core=self.core,
+            sequences=self.sequences,
             moves=self.runner,
             staging=self.staging,
             layout=LAYOUT,
             transports={transport: opened},
-            watch=self.thread.watch,
-            unwatch=self.thread.unwatch,
+            watch=self._waker.watch,
+            unwatch=self._waker.unwatch,
         )
         self.open.callback(endpoint.close_all)
-        self.core.hooks.append(endpoint)
         return endpoint
 
     def sequence(self, name: str, *, remote: bool = False, prefill_only: bool = False) -> None:
@@ -196,7 +208,7 @@ class Engine:
         spec = RequestSpec(max_tokens=2, ignore_eos=True, seed=1)
         sequence = new_sequence(name, [7] * self.num_tokens, spec, ())
         sequence.remote_prefill, sequence.prefill_only = remote, prefill_only
-        self.core.sequences.add(sequence)
+        self.sequences.add(sequence)
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Run `work` in the engine's thread and return its result."""
@@ -212,10 +224,10 @@ def run_sender(commands: Connection, transport: str, device: str, num_tokens: in
     and then each list of jobs, which it sends, with the time in ns at which the first prompt was
     computed.
     """
-    engine = Engine(torch.device(device), num_tokens)
+    engine = Engine(torch.device(device), num_tokens, transport)
     engine.runner.kv_pool.view(torch.uint8).random_(0, 255)
     engine.runner.mover.capture_packing(engine.staging.buffers)
-    sender = engine.endpoint(transport).sender
+    sender = engine.endpoint.sender
     engine.thread.start()
     commands.send(None)
     (hello,) = commands.recv()
@@ -240,12 +252,18 @@ def run_sender(commands: Connection, transport: str, device: str, num_tokens: in
 
 
 class Receiving:
-    """The receiving process's side. Links open one after the other."""
+    """The receiving process's side. Links open one after the other.
 
-    def __init__(self, engine: Engine, transport: str) -> None:
+    Attributes:
+        engine: the engine that receives.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
         self._events: queue.Queue[Any] = queue.Queue()  # events of one kind at a time, or an error
-        self._engine = engine
-        self._receiver = engine.endpoint(transport, self._on_event).receiver
+        device, stepping = torch.device(options.target), options.stepping
+        self.engine = Engine(device, options.tokens, options.transport, self._on_event, stepping)
+        self.engine.runner.mover.capture_unpacking(self.engine.staging.buffers)
+        self._receiver = self.engine.endpoint.receiver
         self._rounds = 0
 
     def _on_event(self, event: KvEvent) -> None:
@@ -255,7 +273,7 @@ class Receiving:
                 self._events.put(job.name)
             case JobActivated(job):
                 self._events.put(time.monotonic_ns())
-                self._engine.core.sequences.abort(job.request_id)
+                self.engine.sequences.abort(job.request_id)
             case LinkTested():
                 self._events.put(time.monotonic_ns())
             case LinkLost(link, reason):
@@ -277,7 +295,7 @@ class Receiving:
             BenchError: the test does not arrive in time, or the link is lost.
         """
         started_ns = time.monotonic_ns()
-        link = self._engine.call(lambda: self._receiver.offer(name, 1))
+        link = self.engine.call(lambda: self._receiver.offer(name, 1))
         hello = KvHello(
             worker_id="receiver",
             epoch=1,
@@ -287,7 +305,7 @@ class Receiving:
             token=link.token,
             endpoint=self._receiver.socket.endpoint,
             transports=link.offers,
-            slot_bytes=self._engine.staging.slot_bytes,
+            slot_bytes=self.engine.staging.slot_bytes,
         )
         process.ask(hello)
         tested_ns = int(self._next(f"the test of the link to {name}"))
@@ -302,7 +320,7 @@ class Receiving:
         self._rounds += 1
         names = [f"r{self._rounds}-{n}" for n in range(prompts)]
         for name in names:
-            self._engine.call(partial(self._engine.sequence, name, remote=True))
+            self.engine.call(partial(self.engine.sequence, name, remote=True))
         jobs = [self._next("a reservation") for _ in names]
         computed_ns = int(process.ask(jobs))
         last_ns: int = max(self._next("a prompt") for _ in names)

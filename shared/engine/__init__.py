@@ -8,7 +8,7 @@
     live_sequences.py  the sequences by name; how they end
     acceptance.py      gives a step's tokens to its sequences
     failed_steps.py    who fails when a step fails, and who is computed again
-    build.py           makes an `EngineCore` from settings
+    build.py           makes the parts of an engine from settings, and its `EngineCore` of them
     loading.py         loads a model, or a rank's part of it, and sizes the KV pool
     choices.py         device, ranks and context, by settings, machine and model
     warm_up.py         its first steps, of every kind, which compile kernels

@@ -21,7 +21,9 @@ from pagewire.shared.engine.choices import check_ranks, fit_context, log_pool
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.cuda_graph import LARGEST_STEP, STEP_TOKENS, Progress
+from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.execution.model_runner import ModelRunner
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.loading import (
     ModelPart,
     OtherMemory,
@@ -35,6 +37,7 @@ from pagewire.shared.engine.ranks.group import RankGroup, start_ranks
 from pagewire.shared.engine.ranks.messages import Begin
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
+from pagewire.shared.engine.step_clock import OnStepChange, unobserved
 from pagewire.shared.engine.warm_up import prepare, prepare_ranks
 from pagewire.shared.grammar.masks import MaskFiller
 from pagewire.shared.grammar.vocabulary import load_vocabulary
@@ -59,16 +62,19 @@ GPU_CALIBRATION_S, CPU_CALIBRATION_S = 0.8, 0.2
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, and facts about it that its worker or `LLM` needs.
+    """The parts of an engine, and facts about it that its worker or `LLM` needs.
 
     Attributes:
+        executor: runs steps on all ranks.
         runner: runs steps on this process's device: all of the model, or rank 0's part of it.
         ranks: the processes of the other ranks, which end with `close`.
         max_model_len: longest prompt plus answer.
         full_model_len: what `max_model_len` would be if the KV pool were large enough.
     """
 
-    core: EngineCore
+    scheduler: Scheduler
+    sequences: LiveSequences
+    executor: Executor
     runner: ModelRunner
     ranks: RankGroup
     config: ModelConfig
@@ -78,6 +84,12 @@ class BuiltEngine:
     device: torch.device
     max_model_len: int
     full_model_len: int
+
+    def make_core(self, *hooks: StepHook, on_step_change: OnStepChange = unobserved) -> EngineCore:
+        """Make the engine's core, once; see `EngineCore` for the arguments."""
+        own = (self.executor,) if isinstance(self.executor, RanksExecutor) else ()
+        parts, overlap = (self.scheduler, self.sequences, self.executor), self.device.type == "cuda"
+        return EngineCore(*parts, overlap, (*own, *hooks), on_step_change)
 
 
 def build_engine(
@@ -90,7 +102,7 @@ def build_engine(
     other_memory: OtherMemory = lambda _layout, _total_bytes: 0,
     learns_prices: bool = False,
 ) -> BuiltEngine:
-    """Load a model and make an engine with it.
+    """Load a model and make the parts of an engine with it.
 
     Args:
         settings: validated settings.
@@ -138,8 +150,7 @@ def _build(
     ranks.own(loaded.communicator)
     settings, config, device, layout = loaded.settings, loaded.config, loaded.device, loaded.layout
     progress("sizing the KV pool")
-    num_blocks = settings.num_blocks or fitting_blocks(loaded, other_memory)
-    num_blocks = ranks.fewest_blocks(num_blocks)
+    num_blocks = ranks.fewest_blocks(settings.num_blocks or fitting_blocks(loaded, other_memory))
     max_model_len = fit_context(settings, loaded.full_model_len, num_blocks, layout)
     log_pool(layout, num_blocks, device)
     ranks.begin(Begin(num_blocks, max_model_len, torch.get_num_threads()))
@@ -150,12 +161,16 @@ def _build(
     retained = int(retained_share * num_blocks)
     pool = BlockPool(num_blocks, layout, settings.enable_prefix_caching, listener, retained)
     limits = _limits(loaded, num_blocks, max_model_len, local_prefill_tokens)
-    hasher = BlockHasher(hash_secret or secrets.token_hex(32), identity)
-    scheduler = Scheduler(limits, pool, hasher)
-    core = _core(loaded, scheduler, runner, ranks)
-    _learn_prices(core, runner, learns_prices)
-    return BuiltEngine(
-        core=core,
+    scheduler = Scheduler(limits, pool, BlockHasher(hash_secret or secrets.token_hex(32), identity))
+    executor: Executor = runner
+    if loaded.communicator is not None:
+        executor = RanksExecutor(runner, ranks, loaded.communicator)
+    vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
+    constraints = Constraints(MaskFiller(vocabulary, config.vocab_size))
+    built = BuiltEngine(
+        scheduler=scheduler,
+        sequences=LiveSequences(scheduler.table, constraints),
+        executor=executor,
         runner=runner,
         ranks=ranks,
         config=config,
@@ -166,6 +181,8 @@ def _build(
         max_model_len=max_model_len,
         full_model_len=loaded.full_model_len,
     )
+    _learn_prices(built, learns_prices)
+    return built
 
 
 def _report(progress: Progress, ranks: RankGroup, stage: str) -> None:
@@ -225,26 +242,14 @@ def _prepare(
         prepare_ranks(runner, config, settings, max_model_len, progress, ranks)
 
 
-def _core(
-    loaded: ModelPart, scheduler: Scheduler, runner: ModelRunner, ranks: RankGroup
-) -> EngineCore:
-    config, overlap = loaded.config, loaded.device.type == "cuda"
-    vocabulary = partial(load_vocabulary, loaded.path, config.vocab_size, config.eos_token_ids)
-    constraints = Constraints(MaskFiller(vocabulary, config.vocab_size))
-    if loaded.communicator is None:
-        return EngineCore(scheduler, runner, overlap, constraints=constraints)
-    executor = RanksExecutor(runner, ranks, loaded.communicator)
-    return EngineCore(scheduler, executor, overlap, [executor], constraints)
-
-
-def _learn_prices(core: EngineCore, runner: ModelRunner, all_kinds: bool) -> None:
+def _learn_prices(built: BuiltEngine, all_kinds: bool) -> None:
     """Time steps: few on a CPU, so that prompts are cut well; or of all kinds."""
-    limits, is_gpu = core.scheduler.limits, runner.kv_pool.is_cuda
-    if limits.step_s == math.inf and not (is_gpu and all_kinds):
+    scheduler, is_gpu = built.scheduler, built.device.type == "cuda"
+    if scheduler.limits.step_s == math.inf and not (is_gpu and all_kinds):
         return
     limit_s = GPU_CALIBRATION_S if is_gpu else CPU_CALIBRATION_S
-    costs, limit_s = core.scheduler.costs, limit_s if all_kinds else 0.0
-    calibrate(core.executor, runner, costs, limits, overlap=core.overlap, limit_s=limit_s)
+    limit_s = limit_s if all_kinds else 0.0
+    calibrate(built.executor, built.runner, scheduler, overlap=is_gpu, limit_s=limit_s)
 
 
 def _limits(

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pagewire.shared.costs.first_steps import FIRST, FURTHER, TimedStep
-from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.engine.execution.executor import Executor, PendingStep
 from pagewire.shared.engine.execution.model_runner import ModelRunner
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
+from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.step import (
     DecodeInput,
     NewDeviceSlot,
@@ -37,29 +37,22 @@ _PRIME = 7919  # spreads tokens over the vocabulary, so that they need different
 
 
 def calibrate(
-    executor: Executor,
-    runner: ModelRunner,
-    costs: StepCosts,
-    limits: SchedulerLimits,
-    *,
-    overlap: bool,
-    limit_s: float,
+    executor: Executor, runner: ModelRunner, scheduler: Scheduler, *, overlap: bool, limit_s: float
 ) -> None:
     """Let an engine's costs learn from steps, in blocks and device slots that are free.
 
     Args:
         executor: runs them.
         runner: the part of the executor in this process.
-        costs: the engine's.
-        limits: the engine's.
+        scheduler: has the engine's costs and limits.
         overlap: whether the engine launches a step before the one before has ended.
         limit_s: how long this may take. The steps of `FIRST` are run in any case, once at least; of
             the others those that are predicted to end in time.
     """
     # On a CPU this thread's time: workers that start together slow each other, but not for long.
     clock = time.perf_counter if overlap else time.thread_time
-    began_s = clock()
-    timer = _StepTimer(executor, runner, limits, overlap, clock, began_s + limit_s)
+    costs, began_s = scheduler.costs, clock()
+    timer = _StepTimer(executor, runner, scheduler.limits, overlap, clock, began_s + limit_s)
     timer.seconds(timer.fitted(FIRST[0]))  # the first step of all takes longer
     for step in map(timer.fitted, FIRST):
         costs.learn(step.work, timer.seconds(step))

@@ -15,12 +15,10 @@ one step after another fails on the device.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from pagewire.shared.base.errors import RankError, SchedulingError
 from pagewire.shared.engine.acceptance import accept
-from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.execution.executor import Executor, StepHook
 from pagewire.shared.engine.failed_steps import FailedSteps
 from pagewire.shared.engine.launched import EngineStats, Launched
@@ -28,7 +26,7 @@ from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import Schedule
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.step import GrammarMasks, StepPlan
-from pagewire.shared.engine.step_clock import StepClock
+from pagewire.shared.engine.step_clock import OnStepChange, StepClock, unobserved
 from pagewire.shared.engine.step_output import StepOutputs
 
 logger = logging.getLogger(__name__)
@@ -39,14 +37,13 @@ class EngineCore:
 
     Args:
         scheduler: decides about steps.
-        executor: runs them.
+        sequences: those that have not ended; others add and end them between two steps.
+        executor: runs steps.
         overlap: launch a step before the tokens of the previous step are read.
         hooks: called before and after each launch; in a worker, the KV endpoint.
-        constraints: the grammars of sequences; without it, none can be followed.
-        clock: returns a time in seconds.
+        on_step_change: see `StepClock.on_change`.
 
     Attributes:
-        sequences: those that have not ended; others add and end them between two steps.
         hooks_busy: a hook asks to be called again soon.
         stats: counters of all steps.
         steps: which step runs, and how long steps take.
@@ -55,20 +52,18 @@ class EngineCore:
     def __init__(
         self,
         scheduler: Scheduler,
+        sequences: LiveSequences,
         executor: Executor,
         overlap: bool,
         hooks: Iterable[StepHook] = (),
-        constraints: Constraints | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        on_step_change: OnStepChange = unobserved,
     ) -> None:
         self.scheduler, self.executor, self.overlap = scheduler, executor, overlap
-        self.hooks, self.hooks_busy = list(hooks), False
-        self.constraints, self.clock = constraints or Constraints(), clock
-        self.sequences = LiveSequences(scheduler.table, self.constraints, clock)
-        self.stats = EngineStats()
-        self.steps = StepClock(scheduler.costs, clock)
-        self._failures = FailedSteps()
-        self._in_flight = self.sequences.in_flight
+        self.sequences, self._in_flight = sequences, sequences.in_flight
+        self.constraints, self.clock = sequences.constraints, sequences.clock
+        self.hooks, self.hooks_busy = tuple(hooks), False
+        self.stats, self._failures = EngineStats(), FailedSteps()
+        self.steps = StepClock(scheduler.costs, self.clock, on_step_change)
         # What this iteration has decided and launched, for the hooks.
         self._decided: tuple[Schedule, StepPlan | None] = Schedule(), None
 

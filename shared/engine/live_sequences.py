@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +22,8 @@ class LiveSequences:
 
     Attributes:
         table: the scheduler's; where each sequence stands.
-        constraints: the grammars of sequences, and the masks of steps.
+        constraints: the grammars of sequences, and the masks of steps; by default, no grammar can
+            be followed.
         clock: returns a time in seconds.
         in_flight: the steps on the device, oldest first.
         outputs: of all sequences.
@@ -29,8 +31,8 @@ class LiveSequences:
     """
 
     table: SequenceTable
-    constraints: Constraints
-    clock: Callable[[], float]
+    constraints: Constraints = field(default_factory=Constraints)
+    clock: Callable[[], float] = time.monotonic
     in_flight: deque[Launched] = field(default_factory=deque)
     outputs: OutputBuffer = field(default_factory=OutputBuffer)
     has_news: bool = False

@@ -68,23 +68,30 @@ def suspects_of(schedule: Schedule) -> list[Sequence]:
     return chunks or ([max(rows, key=lambda sequence: sequence.arrival_s)] if rows else [])
 
 
+OnStepChange = Callable[[RunningStep | None], None]
+
+
+def unobserved(_step: RunningStep | None) -> None:
+    """Ignore which step runs."""
+
+
 @dataclass(slots=True)
 class StepClock:
     """Measures how long steps take, and knows the one that runs.
 
     Attributes:
         costs: learns from each step that ends.
-        finished: number of steps that have ended, well or not.
-        usual_s: a short time that a step often takes; it follows slower steps by and by.
         on_change: called with the newest step that runs, or None, when that changes. A crash in
             native code happens in the newest: what fails on the device is an error when it is read.
+        finished: number of steps that have ended, well or not.
+        usual_s: a short time that a step often takes; it follows slower steps by and by.
     """
 
     costs: StepCosts = field(default_factory=StepCosts)
     clock: Callable[[], float] = time.monotonic
+    on_change: OnStepChange = unobserved
     finished: int = 0
     usual_s: float = 0.01
-    on_change: Callable[[RunningStep | None], None] = lambda _step: None
     _running: deque[RunningStep] = field(default_factory=deque)
     _ended_s: float = 0.0
     _last: RunningStep | None = None

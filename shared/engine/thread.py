@@ -81,6 +81,7 @@ class EngineThread:
         core: EngineCore,
         on_outputs: Callable[[StepOutputs], None],
         *,
+        waker: Waker | None = None,
         busy_polls: bool = False,
         warm_launch_path: Callable[[], object] = lambda: None,
     ) -> None:
@@ -90,6 +91,7 @@ class EngineThread:
             core: used by nobody else from `start` on.
             on_outputs: called in the engine's thread, which waits for it; what it raises ends the
                 loop.
+            waker: wakes the thread, also for what the hooks watch; `stop` closes it.
             busy_polls: poll without sleeping while only the hooks wait for something, or work is
                 expected, which takes a core. A thread that sleeps may wake up milliseconds late,
                 longer than a GPU takes to send a prompt's blocks.
@@ -110,7 +112,7 @@ class EngineThread:
         self._on_outputs = on_outputs
         self._commands: deque[Command] = deque()
         self._lock = threading.Lock()
-        self._waker = Waker()
+        self._waker = waker or Waker()
         self._is_woken = False
         self._stopping = False
         self.error: Exception | None = None
@@ -154,14 +156,6 @@ class EngineThread:
         self._polls_until_s = time.monotonic() + EXPECTED_S
         self._is_woken = True
         self._waker.wake()
-
-    def watch(self, fd: int) -> None:
-        """Wake up when a file descriptor becomes readable: a hook has something to do then."""
-        self._waker.watch(fd)
-
-    def unwatch(self, fd: int) -> None:
-        """Stop watching a file descriptor; call this before it is closed."""
-        self._waker.unwatch(fd)
 
     def is_running(self) -> bool:
         """Whether the loop runs. If it does and `heartbeat` does not change, it may hang."""

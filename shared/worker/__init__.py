@@ -10,7 +10,8 @@ hangs, or that has lost too many UCX links), `service.py` (what peers may ask, a
 it), `compose.py` (makes the service), `engine_handle.py` (what it may use of the engine),
 `engine_watch.py` (detects an engine that hangs), `engine_loss.py` (what such a worker reports),
 `crash_reporter.py` (the process that reports a crash in native code), `crash_watch.py` (starts
-that, and records the steps for it), `kv.py` (opens the KV endpoint and its transports).
+that), `step_record.py` (the step under way, for that), `kv.py` (opens the KV endpoint and its
+transports).
 
 Where a prompt is computed: the scheduler (shared/engine/scheduling/admission.py) keeps short
 prompts on the worker that decodes (`--local-prefill-tokens`). For longer ones, the router names

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar, cast
 
 from pagewire.shared.base.errors import PagewireError, TransferError, TransferTimeoutError
 from pagewire.shared.engine.core import EngineCore
-from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.thread import Command, EngineThread
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
@@ -26,7 +25,6 @@ class EngineHandle:
 
     Attributes:
         core: the engine; use it only in the engine's thread.
-        moves: moves its KV blocks; use it only in the engine's thread.
         thread: the thread that runs it.
         model_identity: what its blocks depend on.
         layout: layout of its blocks.
@@ -37,7 +35,6 @@ class EngineHandle:
     """
 
     core: EngineCore
-    moves: BlockMoves
     thread: EngineThread
     model_identity: ModelIdentity
     layout: KvLayout

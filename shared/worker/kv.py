@@ -19,6 +19,7 @@ from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.ranks.executor import RanksExecutor
 from pagewire.shared.engine.ranks.moves import RanksMoves
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.settings.types import KvTransport
 from pagewire.shared.transfer.endpoint.events import KvEvent
@@ -27,7 +28,6 @@ from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.shared.transfer.transports.base import Transport
 from pagewire.shared.transfer.transports.zmq import ZmqTransport
-from pagewire.shared.worker.engine_handle import EngineHandle
 
 TRANSPORTS = tuple(name for name in get_args(KvTransport) if name != "auto")
 
@@ -85,7 +85,7 @@ def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[S
         ConfigError: they cannot be allocated.
         RankError: a rank of the model is lost.
     """
-    executor, runner = built.core.executor, built.runner
+    executor, runner = built.executor, built.runner
     if not isinstance(executor, RanksExecutor):
         return make_staging(num_slots, slot_bytes, built.device), runner
     shared = partial(built.ranks.stage, device=built.device)
@@ -96,7 +96,9 @@ def open_staging(built: BuiltEngine, num_slots: int, slot_bytes: int) -> tuple[S
 async def open_endpoint(
     stack: contextlib.AsyncExitStack,
     settings: WorkerSettings,
-    engine: EngineHandle,
+    built: BuiltEngine,
+    moves: BlockMoves,
+    waker: Waker,
     sockets: KvSockets,
     staging: Staging,
     advertise_host: str,
@@ -104,7 +106,8 @@ async def open_endpoint(
 ) -> KvEndpoint:
     """Open a worker's KV endpoint: transports, sender and receiver.
 
-    `stack` closes it, after the engine's thread has ended. `handle` gets its events.
+    `stack` closes it, after the engine's thread has ended. `waker` wakes that thread, and `handle`
+    gets the endpoint's events.
 
     Raises:
         ConfigError: a transport is not available, or this machine does not have the host's address.
@@ -114,9 +117,7 @@ async def open_endpoint(
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
     for name in transports_to_open(settings, staging.memory.device):
         try:
-            transport = await asyncio.to_thread(
-                open_transport, name, staging, engine.moves, own_host
-            )
+            transport = await asyncio.to_thread(open_transport, name, staging, moves, own_host)
         except (ConfigError, TransferError) as exc:
             if settings.kv_transport != "auto":
                 raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
@@ -124,21 +125,21 @@ async def open_endpoint(
             continue
         stack.callback(transport.close)
         for fd in transport.fds():
-            engine.thread.watch(fd)
-            stack.callback(engine.thread.unwatch, fd)
+            waker.watch(fd)
+            stack.callback(waker.unwatch, fd)
         transports[name] = transport
     endpoint = KvEndpoint.of(
         ReceiverSocket(sockets, settings.host, advertise_host),
         handle,
         timeout_s=settings.transfer_timeout_s,
         job_timeout_s=settings.prefill_timeout_s,
-        core=engine.core,
-        moves=engine.moves,
+        sequences=built.sequences,
+        moves=moves,
         staging=staging,
-        layout=engine.layout,
+        layout=built.layout,
         transports=transports,
-        watch=engine.thread.watch,
-        unwatch=engine.thread.unwatch,
+        watch=waker.watch,
+        unwatch=waker.unwatch,
     )
     stack.callback(endpoint.close_all)
     return endpoint

@@ -30,9 +30,9 @@ from pagewire.shared.control.channel import ClusterKeys, ControlServer
 from pagewire.shared.control.protocol import PROTOCOL_VERSION, Role
 from pagewire.shared.engine.build import BuiltEngine, build_engine
 from pagewire.shared.engine.execution.builds import BUILDS
-from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.index.publisher import IndexPublisher
 from pagewire.shared.kv.block_hash import BlockHash
@@ -53,11 +53,8 @@ from pagewire.shared.worker.lifetime import WorkerLifetime
 from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.service import WorkerService
 from pagewire.shared.worker.service_gate import ServiceGate
-from pagewire.shared.worker.staging_size import (
-    device_memory,
-    staging_bytes,
-    staging_slot_bytes,
-)
+from pagewire.shared.worker.staging_size import device_memory, staging_bytes, staging_slot_bytes
+from pagewire.shared.worker.step_record import StepRecord
 from pagewire.shared.worker.tasks import TaskSet
 
 logger = logging.getLogger(__name__)
@@ -72,9 +69,8 @@ class WorkerRuntime:
     """Everything around one worker's service; `run_worker` (process.py) drives it.
 
     Attributes:
-        built: the engine and its facts, from `open` on.
+        built: the engine's parts and facts, from `open` on.
         role: what the worker prefers to do; it can do all that others can.
-        moves: moves the engine's KV blocks, from `open` on.
         kv: the KV endpoint, from `open` on.
         tracing: makes the spans of requests; None if they are not traced.
         crash_reports: says why peers crashed, from `open` on.
@@ -87,7 +83,6 @@ class WorkerRuntime:
     engine: EngineThread
     server: ControlServer
     directory: WorkerDirectory
-    moves: BlockMoves
     kv: KvEndpoint
     crash_reports: CrashReports
     lifetime: WorkerLifetime
@@ -119,8 +114,7 @@ class WorkerRuntime:
         """What the service may use of the engine."""
         built = self.built
         return EngineHandle(
-            core=built.core,
-            moves=self.moves,
+            core=self.engine.core,
             thread=self.engine,
             model_identity=built.model_identity,
             layout=built.layout,
@@ -189,18 +183,7 @@ class WorkerRuntime:
         )
         self.built = await asyncio.to_thread(self._build, index)
         stack.callback(self.built.ranks.close)
-        is_gpu = self.built.device.type == "cuda"
-        self.engine = EngineThread(
-            self.built.core,
-            self.gate.on_outputs,
-            busy_polls=is_gpu,
-            warm_launch_path=self.built.runner.warm_launch_path,
-        )
-        names = served_names(settings.served_model_name, settings.model)
-        self.metrics_registry.register(
-            EngineCollector(self.engine, names[0], self.built.layout.ranks)
-        )
-        await self._open_kv(stack)
+        await self._open_engine(stack)
         watch = EngineWatch(self.engine, settings.step_timeout_s)
         self.lifetime = WorkerLifetime(watch, self.kv.receiver.transports.values(), self.gate)
         await self._open_sockets(stack)
@@ -210,6 +193,21 @@ class WorkerRuntime:
         await self.directory.start()
         stack.push_async_callback(self.directory.close)
         await self._open_service(make_service(self), index, stack)
+
+    async def _open_engine(self, stack: contextlib.AsyncExitStack) -> None:
+        built, settings, waker = self.built, self.settings, Waker()
+        self._step_record = StepRecord(self._names_of)
+        stack.callback(self._step_record.close)
+        await self._open_kv(waker, stack)
+        self.engine = EngineThread(
+            built.make_core(self.kv, on_step_change=self._step_record.write),
+            self.gate.on_outputs,
+            waker=waker,
+            busy_polls=built.device.type == "cuda",
+            warm_launch_path=built.runner.warm_launch_path,
+        )
+        names = served_names(settings.served_model_name, settings.model)
+        self.metrics_registry.register(EngineCollector(self.engine, names[0], built.layout.ranks))
 
     async def _open_service(
         self, service: WorkerService, index: IndexPublisher, stack: contextlib.AsyncExitStack
@@ -235,8 +233,7 @@ class WorkerRuntime:
         )
 
     def _start_engine(self, stack: contextlib.AsyncExitStack) -> None:
-        steps = self.built.core.steps
-        self._crash_watch = CrashWatch(self.settings, self.epoch, steps, self._names_of)
+        self._crash_watch = CrashWatch(self.settings, self.epoch, self._step_record)
         stack.push_async_callback(self._crash_watch.close)
         BUILDS.record_ready()
         self.engine.start()
@@ -244,7 +241,7 @@ class WorkerRuntime:
 
     def _cached_hashes(self) -> list[BlockHash]:
         # One call into C under the interpreter's lock: safe alongside the engine's thread.
-        return self.built.core.scheduler.pool.cached_hashes()
+        return self.built.scheduler.pool.cached_hashes()
 
     def _build(self, index: IndexPublisher) -> BuiltEngine:
         return build_engine(
@@ -258,15 +255,17 @@ class WorkerRuntime:
             learns_prices=True,
         )
 
-    async def _open_kv(self, stack: contextlib.AsyncExitStack) -> None:
+    async def _open_kv(self, waker: Waker, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings
         layout, device = self.built.layout, self.built.device
         slot_bytes = staging_slot_bytes(settings, layout, device_memory(device))
-        staging, self.moves = open_staging(self.built, settings.staging_slots, slot_bytes)
+        staging, moves = open_staging(self.built, settings.staging_slots, slot_bytes)
         self.kv = await open_endpoint(
             stack,
             settings,
-            self.engine_handle,
+            self.built,
+            moves,
+            waker,
             KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
             staging,
             self._advertised,
@@ -274,7 +273,6 @@ class WorkerRuntime:
         )
         if settings.cuda_graphs:
             await asyncio.to_thread(capture_moves, self.built.runner.mover, staging.buffers)
-        self.built.core.hooks.append(self.kv)
         self.metrics_registry.register(KvCollector(self.kv))
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:

@@ -78,15 +78,15 @@ def test_demo_tokens_equal_the_cpus(kv_cache_dtype: str) -> None:
 def test_a_worker_knows_the_prices_of_its_steps_at_once() -> None:
     fields = {"model": "demo", "device": "cuda", **POOL}
     engine = build_engine(load_settings(EngineSettings, fields), learns_prices=True)
-    prices = engine.core.scheduler.costs.published
+    prices = engine.scheduler.costs.published
     assert prices.steps > prices.prompt_steps > 3
     assert 0 < prices.step_s(StepWork(16, 4800)) < prices.step_s(NOTHING.with_chunk(0, 20_000))
-    assert engine.core.scheduler.pool.num_available == POOL["num_blocks"]
+    assert engine.scheduler.pool.num_available == POOL["num_blocks"]
 
 
 def test_steps_take_as_long_as_the_gpus_clock_says() -> None:
     llm = LLM("demo", device="cuda", **POOL)
-    core = llm.engine.core
+    core = llm.core
     core.steps.costs = costs = RecordedCosts(core.steps.costs)
     prompts = _prompts(llm, 8, 300)
     began_s = time.monotonic()

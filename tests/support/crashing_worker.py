@@ -20,6 +20,7 @@ from pagewire.shared.engine.scheduling.schedule import Schedule, ScheduledTokens
 from pagewire.shared.engine.step_clock import StepClock
 from pagewire.shared.settings.config import WorkerSettings, load_settings
 from pagewire.shared.worker.crash_watch import CrashWatch
+from pagewire.shared.worker.step_record import StepRecord
 from pagewire.tests.support.fake_engine import make_sequence
 
 WORKER_ID, EPOCH, SECRET = "decode-7", 12, "a secret of these tests alone"
@@ -33,8 +34,9 @@ async def main() -> None:
     fields = {"worker_id": WORKER_ID, "redis_url": redis_url, "cluster_secret": SECRET}
     fields["log_format"] = "json"
     settings = load_settings(WorkerSettings, fields)
-    steps = StepClock()
-    watch = CrashWatch(settings, EPOCH, steps, lambda sequence: [f"job-{sequence.request_id}"])
+    record = StepRecord(lambda sequence: [f"job-{sequence.request_id}"])
+    steps = StepClock(on_change=record.write)
+    watch = CrashWatch(settings, EPOCH, record)
     a, b, c = (make_sequence(name, [7] * 30) for name in "abc")
     prompts = [ScheduledTokens(each, 0, PROMPT_TOKENS, False) for each in (a, b)]
     steps.begin(Schedule(chunks=prompts[:1]))

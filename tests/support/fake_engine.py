@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.constraints import Constraints
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.executor import StepHook
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.scheduling.sequence import Sequence
+from pagewire.shared.engine.step_clock import OnStepChange
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.kv_layout import KvLayout
@@ -70,7 +75,34 @@ class FixedCosts(StepCosts):
         """Learn nothing."""
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an engine over a fake device."""
+
+    scheduler: Scheduler
+    sequences: LiveSequences
+    device: FakeDevice
+    overlap: bool
+
+    def make_core(
+        self, *hooks: StepHook, on_step_change: OnStepChange = lambda _step: None
+    ) -> EngineCore:
+        """Make the core, once."""
+        parts = self.scheduler, self.sequences, self.device, self.overlap
+        return EngineCore(*parts, hooks, on_step_change)
+
+
 def make_core(
+    hooks: Iterable[StepHook] = (),
+    on_step_change: OnStepChange = lambda _step: None,
+    **options: Any,
+) -> tuple[EngineCore, FakeDevice]:
+    """Return an engine and its fake device, with options of `make_parts`."""
+    parts = make_parts(**options)
+    return parts.make_core(*hooks, on_step_change=on_step_change), parts.device
+
+
+def make_parts(
     *,
     num_blocks: int = 16,
     block_size: int = 4,
@@ -90,8 +122,8 @@ def make_core(
     costs: StepCosts | None = None,
     constraints: Constraints | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[EngineCore, FakeDevice]:
-    """Return an engine and its fake device; sequences are bounded by the pool's size."""
+) -> Parts:
+    """Return the parts of an engine; sequences are bounded by the pool's size."""
     layout = kv_layout(windows, block_size)
     fits = layout.longest_sequence(num_blocks, max_num_batched_tokens)
     limits = SchedulerLimits(
@@ -108,5 +140,5 @@ def make_core(
     hasher = BlockHasher("secret", model_identity(block_size=block_size))
     scheduler = Scheduler(limits, pool, hasher, costs)
     device = make_device(limits, num_blocks, layout)
-    core = EngineCore(scheduler, device, overlap, constraints=constraints, clock=clock)
-    return core, device
+    sequences = LiveSequences(scheduler.table, constraints or Constraints(), clock)
+    return Parts(scheduler, sequences, device, overlap)

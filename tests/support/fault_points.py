@@ -16,7 +16,6 @@ orders in the directory that the environment variable `KV_FAULTS` names.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 from collections.abc import Callable
@@ -226,10 +225,9 @@ def watch_worker(points: Points, directory: Path) -> None:
         return WatchedTransport(transport, points)
 
     async def open_watched_endpoint(
-        stack: Any, settings: Any, engine: Any, *rest: Any
+        stack: Any, settings: Any, built: Any, moves: BlockMoves, *rest: Any
     ) -> KvEndpoint:
-        watched = dataclasses.replace(engine, moves=WatchedMoves(engine.moves, points))
-        return await open_endpoint(stack, settings, watched, *rest)
+        return await open_endpoint(stack, settings, built, WatchedMoves(moves, points), *rest)
 
     WatchedSender.points = WatchedReceiver.points = points
     vars(kv).update(open_transport=open_watched)

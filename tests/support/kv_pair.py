@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import pytest
 
 from pagewire.shared.base.errors import TransferError
+from pagewire.shared.engine.execution.executor import StepHook
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.step_output import StepOutput
@@ -29,6 +30,7 @@ from pagewire.shared.transfer.endpoint.receiver_jobs import ReceiverJob
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
 from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES
 from pagewire.shared.transfer.endpoint.sender_link import SenderLink
+from pagewire.tests.support.fake_device import FakeDevice
 from pagewire.tests.support.fake_engine import generate, make_sequence
 from pagewire.tests.support.kv_sides import Clock, Side, hello_of
 
@@ -344,6 +346,7 @@ def kv_pair(
     decode: dict[str, int] | None = None,
     windows: tuple[int | None, ...] = (None,),
     linked: bool = True,
+    more_hooks: Iterable[Callable[[FakeDevice], StepHook]] = (),
 ) -> Iterator[KvPair]:
     """Run prefill and decode sides; if `linked`, with a tested link between each two.
 
@@ -355,16 +358,18 @@ def kv_pair(
         decode_slots: staging slots of a decode side.
         blocks_per_slot: blocks that fit in a staging slot.
         divided_bytes: see `KvSender`.
-        prefill: arguments of `make_core` for prefill sides.
-        decode: arguments of `make_core` for decode sides.
+        prefill: arguments of `make_parts` for prefill sides.
+        decode: arguments of `make_parts` for decode sides.
         windows: window of each layer; see `KvLayout`.
         linked: whether links are opened.
+        more_hooks: make further hooks of prefill sides.
     """
     kinds = (kind,) if isinstance(kind, str) else kind
     clock = Clock()
     ours, theirs = ({"windows": windows, **(each or {})} for each in (prefill, decode))
     prefills = [
-        Side(f"p{n}", kinds, prefill_slots, blocks_per_slot, ours) for n in range(num_prefills)
+        Side(f"p{n}", kinds, prefill_slots, blocks_per_slot, ours, more_hooks=more_hooks)
+        for n in range(num_prefills)
     ]
     decodes = [
         Side(f"d{n}", kinds, decode_slots, blocks_per_slot, theirs) for n in range(num_decodes)

@@ -25,6 +25,7 @@ from pagewire.shared.control.protocol import ControlMessage, Role
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import Command, EngineThread
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
 from pagewire.shared.transfer.endpoint.credits import StagingSlotState
@@ -116,13 +117,14 @@ class Worker:
 
     def __post_init__(self) -> None:
         side, self._loop = self.side, asyncio.get_running_loop()
+        self.prefill_counter, waker = local_prefill_counter(self.registry), Waker()
+        side.handle = self._on_kv_event
+        side.open(job_timeout_s=self.times.prefill_s, watch=waker.watch, unwatch=waker.unwatch)
         self.core, self.device, self.staging = side.core, side.device, side.staging
-        self.prefill_counter = local_prefill_counter(self.registry)
-        thread = CountingThread(self.core, self._on_outputs)
+        thread = CountingThread(self.core, self._on_outputs, waker=waker)
         thread.handed_over = self.handed_over
         self.engine = EngineHandle(
             core=self.core,
-            moves=self.device,
             thread=thread,
             model_identity=self.model_identity,
             layout=self.layout,
@@ -130,8 +132,6 @@ class Worker:
             eos_token_ids=(),
             in_loop=self.in_loop,
         )
-        side.handle = self._on_kv_event
-        side.open(job_timeout_s=self.times.prefill_s, watch=thread.watch, unwatch=thread.unwatch)
         self.sender, self.receiver = side.sender, side.receiver
         self.server = ControlServer(
             HOST,

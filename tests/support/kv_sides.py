@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.control.protocol import KvHello
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.executor import StepHook
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.transfer.endpoint.credits import StagingSlots, StagingSlotState
@@ -25,7 +26,7 @@ from pagewire.shared.transfer.endpoint.sender import DIVIDED_BYTES, KvSender
 from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.tests.support.fake_device import FakeDevice, fake_layout
-from pagewire.tests.support.fake_engine import make_core, make_sequence
+from pagewire.tests.support.fake_engine import Parts, make_parts, make_sequence
 from pagewire.tests.support.kv_layouts import model_identity
 from pagewire.tests.support.kv_transports import BY_NAME, FaultyTransport, open_transports
 
@@ -50,13 +51,14 @@ class Clock:
 
 @dataclass(eq=False)
 class Side:
-    """One worker: an engine with its endpoint, which `open` makes.
+    """One worker: an engine with its endpoint, both of which `open` makes.
 
     Attributes:
         kinds: names of its transports.
-        engine: arguments of `make_core`.
+        engine: arguments of `make_parts`.
         keys: of its cluster; None: whoever has a link's token may connect.
         timeout_s: of its connections, and of segments.
+        more_hooks: make further hooks of its engine.
         lost: links that have ended by themselves, and the reasons.
         failed: jobs that the sender dropped, and why.
         tested: links from other workers whose test has arrived.
@@ -72,8 +74,9 @@ class Side:
     engine: dict[str, Any]
     keys: ClusterKeys | None = None
     timeout_s: float = TIMEOUT_S
+    more_hooks: Iterable[Callable[[FakeDevice], StepHook]] = ()
+    parts: Parts = field(init=False)
     core: EngineCore = field(init=False)
-    device: FakeDevice = field(init=False)
     staging: Staging = field(init=False)
     transports: dict[str, FaultyTransport] = field(init=False)
     sender: KvSender = field(init=False)
@@ -87,7 +90,7 @@ class Side:
     worked: bool = False
 
     def __post_init__(self) -> None:
-        self.core, self.device = make_core(block_size=BLOCK_SIZE, **self.engine)
+        self.parts = make_parts(block_size=BLOCK_SIZE, **self.engine)
         slot_bytes = packed_bytes(LAYOUT, self.blocks_per_slot)
         self.staging = make_staging(self.num_slots, slot_bytes, torch.device("cpu"))
         self.transports = open_transports(self.kinds, self.staging, self.device)
@@ -99,9 +102,9 @@ class Side:
         job_timeout_s: float = math.inf,
         **options: Any,
     ) -> None:
-        """Open the endpoint, with further arguments of both halves."""
+        """Open the endpoint, with further arguments of both halves, and make the engine."""
         parts = {
-            "core": self.core,
+            "sequences": self.parts.sequences,
             "moves": self.device,
             "staging": self.staging,
             "layout": LAYOUT,
@@ -120,7 +123,8 @@ class Side:
             **parts,
         )
         self.endpoint = KvEndpoint(self.sender, self.receiver, self._on_event)
-        self.core.hooks.append(self.endpoint)
+        more = [make(self.device) for make in self.more_hooks]
+        self.core = self.parts.make_core(self.endpoint, *more)
 
     def _on_event(self, event: KvEvent) -> None:
         match event:
@@ -131,6 +135,11 @@ class Side:
             case JobFailed(name, _link, reason):
                 self.failed[name] = reason
         self.handle(event)
+
+    @property
+    def device(self) -> FakeDevice:
+        """The engine's device."""
+        return self.parts.device
 
     @property
     def slots(self) -> StagingSlots:

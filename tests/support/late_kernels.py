@@ -115,7 +115,6 @@ def prepared_without_gpu(
     launches.forget()
     with tempfile.TemporaryDirectory() as directory:
         built, settings = build(Path(directory), shape, device="cpu", **options_of(args))
-    built.core.overlap = True
     built.runner.round_steps()
     launches.vocab_size = built.config.vocab_size
     knobs.compilation.listener, builds = None, Builds()

@@ -67,9 +67,10 @@ class Traffic:
     """
 
     def __init__(self, built: BuiltEngine, seed: int = 0) -> None:
-        self._built, self._core = built, built.core
+        self._built, self._core = built, built.make_core()
+        self._core.overlap = True  # as on a GPU
         self._random = random.Random(seed)
-        self._budget = built.core.scheduler.limits.max_num_batched_tokens
+        self._budget = built.scheduler.limits.max_num_batched_tokens
         self._count = 0
 
     def run(self, waves: int) -> None:

@@ -122,11 +122,10 @@ class SimulatedCluster:
 
     def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> SimulatedWorker:
         device = SimulatedDevice(self.events, self.machine)
-        core = make_core(self.machine, limits, device, self.index.cache_of(name))
-        worker = self.workers[name] = SimulatedWorker(
-            name, is_prefill, core, device, self._on_outputs
-        )
-        core.hooks.append(JobHook(worker, self._jobs))
+        cache, hook = self.index.cache_of(name), JobHook(name, self._jobs)
+        core = make_core(self.machine, limits, device, cache, hook)
+        worker = SimulatedWorker(name, is_prefill, core, device, self._on_outputs)
+        self.workers[name] = worker
         return worker
 
     def run(self, load: Sequence[Conversation]) -> list[SimulatedAnswer]:

@@ -41,9 +41,13 @@ class _Job:
 
 @dataclass(slots=True)
 class JobHook:
-    """A step hook of a worker's engine: reads what a plan means for prefill jobs."""
+    """A step hook of a worker's engine: reads what a plan means for prefill jobs.
 
-    worker: SimulatedWorker
+    Attributes:
+        worker: name of the worker.
+    """
+
+    worker: str
     jobs: SimulatedPrefillJobs
 
     def before_launch(self, plan: StepPlan) -> None:
@@ -87,15 +91,15 @@ class SimulatedPrefillJobs:
     def _hop_s(self) -> float:
         return self.machine.host.hop_ms * 1e-3
 
-    def begin(self, decode: SimulatedWorker, name: str, first_block: int) -> None:
+    def begin(self, worker: str, name: str, first_block: int) -> None:
         """Have a prefill worker compute a prompt; if none is left, the decode worker.
 
         Args:
-            decode: the worker that has reserved the blocks.
+            worker: name of the decode worker, which has reserved the blocks.
             name: of the request.
             first_block: the first one that the decode worker lacks.
         """
-        request = self.requests[name]
+        request, decode = self.requests[name], self.workers[worker]
         if not request.prefills:
             decode.submit(partial(_recompute, name))
             return
@@ -110,7 +114,7 @@ class SimulatedPrefillJobs:
         try:
             core.sequences.add(sequence)
         except OverloadedError:
-            again = partial(self.begin, job.decode, sequence.request_id, job.sent_until)
+            again = partial(self.begin, job.decode.name, sequence.request_id, job.sent_until)
             self.events.after(self._hop_s, again)
 
     def export(self, work: Export) -> None:

@@ -17,6 +17,8 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.first_steps import FIRST, FURTHER
 from pagewire.shared.costs.step_prices import StepPrices
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.execution.executor import StepHook
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 from pagewire.shared.engine.scheduling.scheduler import Scheduler
 from pagewire.shared.engine.step_output import StepOutputs
@@ -61,7 +63,11 @@ def hasher_of(machine: MachinePrices) -> BlockHasher:
 
 
 def make_core(
-    machine: MachinePrices, limits: WorkerLimits, device: SimulatedDevice, listener: CacheListener
+    machine: MachinePrices,
+    limits: WorkerLimits,
+    device: SimulatedDevice,
+    listener: CacheListener,
+    hook: StepHook,
 ) -> EngineCore:
     """Return the engine that a worker on this machine has."""
     token = CachedToken(2, 1, 1)
@@ -79,8 +85,8 @@ def make_core(
     retained = int(limits.retained_share * machine.kv_blocks)
     pool = BlockPool(machine.kv_blocks, layout, limits.caching, listener, retained)
     scheduler = Scheduler(scheduling, pool, hasher_of(machine))
-    clock = device.events.clock
-    core = EngineCore(scheduler, device, machine.host.launches_early, clock=clock)
+    sequences = LiveSequences(scheduler.table, clock=device.events.clock)
+    core = EngineCore(scheduler, sequences, device, machine.host.launches_early, [hook])
     for step in (*FIRST, *FURTHER):
         seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(step.work)))
         core.scheduler.costs.learn(step.work, seconds)

@@ -67,7 +67,7 @@ class AsyncLLM(OfflineModel):
         """
         super().__init__(model, **settings)
         self._by_answer = _Requests(self.engine.config.eos_token_ids)
-        self._thread = EngineThread(self.engine.core, self._by_answer.deliver)
+        self._thread = EngineThread(self.core, self._by_answer.deliver)
         device = self.engine.runner.kv_pool.device
         if device.type == "cuda":  # a thread's current GPU is the first one
             self._thread.submit(lambda _core: torch.cuda.set_device(device))

@@ -175,7 +175,7 @@ class LLM(OfflineModel):
         named = {f"llm-{next(self._ids)}": prompt for prompt in tokenized}
         try:
             with self._running:
-                return compute_embeddings(self.engine.core, self._step, named, rules)
+                return compute_embeddings(self.core, self._step, named, rules)
         finally:
             self._end_left()
 
@@ -220,7 +220,7 @@ class LLM(OfflineModel):
 
     def block_counts(self) -> BlockCounts:
         """Return how many KV blocks are free, cached and used."""
-        return self.engine.core.scheduler.pool.counts()
+        return self.core.scheduler.pool.counts()
 
     def _answer(
         self,
@@ -279,7 +279,7 @@ class LLM(OfflineModel):
             return self._uninterrupted_step()
 
     def _uninterrupted_step(self) -> StepOutputs:
-        core, live = self.engine.core, self._live
+        core, live = self.core, self._live
         outputs, _worked = core.step()
         plain = zip(outputs.request_ids, outputs.token_ids, strict=True)
         ended = [name for name, token in plain if name in live and live[name].add([token], None)]
@@ -293,14 +293,14 @@ class LLM(OfflineModel):
         for index, group in itertools.groupby(answers, lambda name: answers[name].output.index):
             of_prompt = {name: answers[name] for name in group}
             try:
-                queue(self.engine.core, of_prompt, self.engine.config.eos_token_ids)
+                queue(self.core, of_prompt, self.engine.config.eos_token_ids)
             except InvalidRequestError as exc:
                 raise InvalidRequestError(f"prompts[{index}]: {exc.message}", exc.param) from exc
             self._live |= of_prompt
 
     def _abort(self, names: Iterable[str]) -> None:
         for name in names:
-            self.engine.core.sequences.abort(name)
+            self.core.sequences.abort(name)
             self._live.pop(name, None)
 
     def _end_left(self) -> None:
@@ -312,7 +312,7 @@ class LLM(OfflineModel):
             try:
                 while self._left:
                     self._abort([self._left.popleft()])
-                if not self._live and self.engine.core.has_work:
+                if not self._live and self.core.has_work:
                     self._step()  # finishes the overlapped step
             finally:
                 self._running.release()

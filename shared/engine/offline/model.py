@@ -39,7 +39,8 @@ class OfflineModel:
 
     Attributes:
         settings: the settings that it was made with.
-        engine: its engine.
+        engine: its engine's parts.
+        core: the core of its engine.
         tokenizer: its tokenizer; None if it has no tokenizer.json.
     """
 
@@ -52,6 +53,7 @@ class OfflineModel:
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.settings = load_settings(LLMSettings, {"model": name, **settings})
         self.engine = build_engine(self.settings)
+        self.core = self.engine.make_core()
         self.tokenizer: Tokenizer | None = None
         if (self.engine.model_path / "tokenizer.json").exists():
             self.tokenizer = Tokenizer.from_dir(
@@ -197,7 +199,7 @@ class OfflineModel:
         markers = NO_MARKERS if self.tokenizer is None else self.tokenizer.markers
         text = grammar_text(read_structured_outputs(asked, name), name, markers)
         if text is not None:
-            self.engine.core.constraints.check_text(text, name)
+            self.core.constraints.check_text(text, name)
         return msgspec.structs.replace(spec, grammar=text)
 
     def _with_grammar(self, spec: RequestSpec, grammars: Seq[str | None]) -> RequestSpec:
@@ -205,7 +207,7 @@ class OfflineModel:
         for index, text in enumerate(grammars):
             try:
                 if text is not None:
-                    self.engine.core.constraints.check_text(text, "tools")
+                    self.core.constraints.check_text(text, "tools")
             except InvalidRequestError:
                 if index == len(grammars) - 1:
                     raise

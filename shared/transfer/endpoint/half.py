@@ -1,4 +1,4 @@
-"""The base class of `KvSender` and `KvReceiver`: their engine and their links."""
+"""The base class of `KvSender` and `KvReceiver`: what both need, and their links."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.execution.executor import BlockMoves
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.transfer.endpoint.events import KvEvent, LinkLost
 from pagewire.shared.transfer.endpoint.receiver_link import ReceiverLink
@@ -45,7 +45,7 @@ class KvHalf(ABC, Generic[LinkT]):
     """One half of a KV endpoint; `KvEndpoint` calls it before and after each launch.
 
     Attributes:
-        core: the engine, whose sequences are looked up, and activated or freed.
+        sequences: of the engine; they are looked up, and activated or freed.
         moves: packs and unpacks the engine's blocks.
         staging: the staging slots for payloads.
         layout: of the blocks.
@@ -55,7 +55,7 @@ class KvHalf(ABC, Generic[LinkT]):
         links: those that are open. Other threads may read a copy.
     """
 
-    core: EngineCore
+    sequences: LiveSequences
     moves: BlockMoves
     staging: Staging
     layout: KvLayout

@@ -105,7 +105,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
 
     def __post_init__(self) -> None:
         self.slots = StagingSlots(self.staging.num_slots)
-        self.jobs = ReceiverJobs(self.core, self.layout, self.clock)
+        self.jobs = ReceiverJobs(self.sequences, self.layout, self.clock)
         self.watch(self.socket.fd)
 
     # Verbs
@@ -230,7 +230,7 @@ class KvReceiver(KvHalf[ReceiverLink]):
         # time from workers that compute.
         is_gpu, now = self.staging.memory.is_cuda, self.clock()
         awaits_job = is_gpu and self.jobs.any_active_since(now - POLLED_S)
-        if not awaits_job or self._unpacking or self.core.awaits_step:
+        if not awaits_job or self._unpacking or self.sequences.in_flight:
             self._next_warming_s = math.inf
         elif self._next_warming_s == math.inf:
             self._next_warming_s = now + WARM_INTERVAL_S
@@ -295,14 +295,14 @@ class KvReceiver(KvHalf[ReceiverLink]):
             job.coverage.add(numbers, groups)
             job.record_segment(segment.nbytes)
             job.num_unpacking += 1
-            self.core.scheduler.blocks.pin(blocks)
+            self.sequences.table.blocks.pin(blocks)
         self._unpacking.append(_Unpacking(link, segment, job, blocks, unpacked))
 
     def _on_unpacked(self, done: _Unpacking) -> None:
         intact = done.check.verify()
         job, segment = done.job, done.segment
         if job is not None:
-            self.core.sequences.unpin(done.blocks)
+            self.sequences.unpin(done.blocks)
             job.num_unpacking -= 1
             if not intact:
                 logger.error("a KV segment from %s arrived corrupt", done.link.peer)

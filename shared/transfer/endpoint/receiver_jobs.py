@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.live_sequences import LiveSequences
 from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.status import RequestStatus
 from pagewire.shared.engine.scheduling.step import Expect
@@ -62,12 +62,12 @@ class ReceiverJobs:
     """The jobs for all reserved sequences of an engine.
 
     Attributes:
-        core: the engine, whose sequences are looked up and activated.
+        sequences: of the engine; they are looked up and activated.
         layout: of the blocks.
         clock: returns a time in seconds.
     """
 
-    core: EngineCore
+    sequences: LiveSequences
     layout: KvLayout
     clock: Callable[[], float]
     _by_request: dict[str, ReceiverJob] = field(default_factory=dict)
@@ -119,12 +119,12 @@ class ReceiverJobs:
         if sequence is None or job.first_token is None:
             return False
         self.remove(job.request_id)
-        self.core.sequences.activate(sequence, job.first_token)
+        self.sequences.activate(sequence, job.first_token)
         return True
 
     def _reserved(self, job: ReceiverJob) -> Sequence | None:
         """Return the sequence, if it still waits for this job."""
-        sequence = self.core.sequences.get(job.request_id)
+        sequence = self.sequences.get(job.request_id)
         if sequence is None or sequence.status is not RequestStatus.RESERVED:
             return None
         return sequence if self._by_name.get(job.name) is job else None

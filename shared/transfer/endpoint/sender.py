@@ -291,7 +291,7 @@ class KvSender(KvHalf[SenderLink]):
     def _end_complete(self) -> None:
         """Free the sequences whose prompts are computed and whose blocks are acknowledged."""
         for job in [job for job in self._jobs.values() if job.unacknowledged <= 0]:
-            if self.core.sequences.get(job.name) is None:
+            if self.sequences.get(job.name) is None:
                 self._end(job)
 
     def _fail(self, job: SenderJob, reason: str) -> None:
@@ -304,4 +304,4 @@ class KvSender(KvHalf[SenderLink]):
     def _end(self, job: SenderJob) -> None:
         job.is_over = True
         self._jobs.pop(job.name, None)
-        self.core.sequences.abort(job.name)
+        self.sequences.abort(job.name)

@@ -41,7 +41,7 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:
     llm = LLM("demo", **{"device": "cpu", "dtype": "float32", "num_blocks": 64, **settings})
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     return llm
 
 
@@ -77,7 +77,7 @@ def sequence_of(llm: LLM, name: str, known: list[int] | None = None, **fields: A
 def test_a_request_that_runs_out_of_tokens_fails_alone(
     llm: LLM, fields: dict[str, Any], count: int, temperature: float, overlap: bool
 ) -> None:
-    core = llm.engine.core
+    core = llm.core
     core.overlap = overlap
     plain = {"temperature": 0.0}
     (alone,) = run(core, sequence_of(llm, "other", **plain))[0].values()
@@ -108,7 +108,7 @@ UNKNOWN: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("fields", UNKNOWN.values(), ids=UNKNOWN)
 def test_ids_beyond_the_vocabulary_have_no_effect(llm: LLM, fields: dict[str, Any]) -> None:
     assert llm.engine.config.vocab_size == 2048
-    core, plain = llm.engine.core, {"temperature": 0.0}
+    core, plain = llm.core, {"temperature": 0.0}
     (alone,) = run(core, sequence_of(llm, "x", **plain))[0].values()
     sequences = (sequence_of(llm, "x", **plain, **fields), sequence_of(llm, "other", **plain))
     tokens, others = run(core, *sequences)
@@ -119,15 +119,15 @@ def test_ids_beyond_the_vocabulary_have_no_effect(llm: LLM, fields: dict[str, An
 def test_a_request_that_always_has_a_token_ends_as_usual(llm: LLM) -> None:
     words = ((A, A), (B, B))
     asked = {"allowed_token_ids": (A, B), "bad_words": words, "temperature": 1.0}
-    tokens, others = run(llm.engine.core, sequence_of(llm, "x", **asked))
+    tokens, others = run(llm.core, sequence_of(llm, "x", **asked))
     assert tokens["x"] in ([A, B] * 6, [B, A] * 6)
     assert others[-1].finish_reason == "length"
-    assert not llm.engine.core.constraints.limited
+    assert not llm.core.constraints.limited
 
 
 def test_a_request_runs_out_after_tokens_of_an_earlier_worker(llm: LLM) -> None:
     fields = {"allowed_token_ids": (A, B), "bad_words": ((A, B, A), (A, B, B))}
-    tokens, others = run(llm.engine.core, sequence_of(llm, "x", [A, B], **fields))
+    tokens, others = run(llm.core, sequence_of(llm, "x", [A, B], **fields))
     assert tokens["x"] == []
     assert [each.error for each in others] == [NOTHING_LEFT]
 
@@ -138,13 +138,13 @@ def test_a_request_runs_out_after_tokens_of_an_earlier_worker(llm: LLM) -> None:
     ids=["allowed_token_ids", "bad_words", "min_tokens"],
 )
 def test_with_a_grammar_what_it_forbids_is_not_delivered(llm: LLM, fields: dict[str, Any]) -> None:
-    generated = llm.engine.core.stats.tokens_generated
+    generated = llm.core.stats.tokens_generated
     asked = SamplingParams(
         temperature=0, max_tokens=20, structured_outputs=StructuredOutputs(regex="b"), **fields
     )
     with pytest.raises(RequestFailedError, match="min_tokens leave no token that it allows"):
         llm.generate("A list", asked, use_tqdm=False)
-    assert llm.engine.core.stats.tokens_generated - generated == ("min_tokens" in fields)
+    assert llm.core.stats.tokens_generated - generated == ("min_tokens" in fields)
 
 
 def test_offline_the_error_names_both_fields(llm: LLM) -> None:

@@ -44,7 +44,7 @@ def truth(one_thread: None) -> LogprobTruth:
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     return llm
 
 
@@ -82,8 +82,8 @@ def test_log_probabilities_equal_hugging_faces(
     outputs = llm.generate(PROMPTS * 3, asked)
     for output, params in zip(outputs, asked, strict=True):
         check(truth, output, params)
-    assert (llm.engine.core.scheduler.table.num_preemptions > 0) == ("num_blocks" in settings)
-    llm.engine.core.scheduler.table.check_integrity()
+    assert (llm.core.scheduler.table.num_preemptions > 0) == ("num_blocks" in settings)
+    llm.core.scheduler.table.check_integrity()
     assert llm.block_counts().used == 0
 
 
@@ -159,8 +159,8 @@ def test_masked_tokens_have_the_log_probabilities_of_the_raw_logits(truth: Logpr
 
 def step_all(llm: LLM) -> list[StepOutput]:
     outputs: list[StepOutput] = []
-    while llm.engine.core.has_work:
-        outputs += llm.engine.core.step()[0]
+    while llm.core.has_work:
+        outputs += llm.core.step()[0]
     return outputs
 
 
@@ -177,7 +177,7 @@ def test_a_long_prompt_comes_in_bounded_parts_and_tiles(monkeypatch: pytest.Monk
     monkeypatch.setattr(type(runner.model), "compute_logits", counting)
     prompt = [n * 7 % 1900 + 10 for n in range(1500)]
     params = RequestSpec(temperature=0, max_tokens=2, seed=0, logprobs=1, prompt_logprobs=20)
-    llm.engine.core.sequences.add(new_sequence("long", prompt, params, ()))
+    llm.core.sequences.add(new_sequence("long", prompt, params, ()))
     outputs = step_all(llm)
     parts = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
     assert [part.start for part in parts] == [1, 513, 1025]

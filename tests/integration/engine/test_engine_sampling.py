@@ -33,7 +33,7 @@ PROMPTS = [[n * 37 % 1000 + 10 + i for n in range(8 + 11 * i)] for i in range(CO
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     return llm
 
 
@@ -144,7 +144,7 @@ def test_greedy_tokens_are_those_of_hugging_faces_processors(
 
 def run_specs(llm: LLM, specs: list[RequestSpec], prompts: list[list[int]]) -> list[list[int]]:
     """Return the tokens of requests as the engine has them."""
-    core, eos = llm.engine.core, llm.engine.config.eos_token_ids
+    core, eos = llm.core, llm.engine.config.eos_token_ids
     sequences = [
         new_sequence(f"s{index}", prompt, spec, eos)
         for index, (prompt, spec) in enumerate(zip(prompts, specs, strict=True))
@@ -155,7 +155,7 @@ def run_specs(llm: LLM, specs: list[RequestSpec], prompts: list[list[int]]) -> l
 
 
 def finished(llm: LLM, sequences: list[Sequence]) -> list[list[int]]:
-    core = llm.engine.core
+    core = llm.core
     while core.has_work:
         core.step()
     core.scheduler.table.check_integrity()
@@ -270,7 +270,7 @@ def test_shaped_tokens_do_not_depend_on_the_company(
     batch = make_llm(**settings)
     assert together(batch) == alone
     assert together(batch) == alone  # device slots, and cached prefixes, that others had before
-    assert (batch.engine.core.scheduler.table.num_preemptions > 0) == ("num_blocks" in settings)
+    assert (batch.core.scheduler.table.num_preemptions > 0) == ("num_blocks" in settings)
 
 
 def test_padded_steps_give_the_same_tokens(alone: list[list[int]]) -> None:
@@ -298,7 +298,7 @@ def test_an_interrupted_answer_goes_on_with_the_same_tokens(
     llm: LLM, alone: list[list[int]], given: int
 ) -> None:
     """As after a migration: another engine gets the prompt and the output so far."""
-    core, eos = llm.engine.core, llm.engine.config.eos_token_ids
+    core, eos = llm.core, llm.engine.config.eos_token_ids
     rest = {}
     for index, (prompt, tokens) in enumerate(zip(PROMPTS, alone, strict=True)):
         if len(tokens) > given:
@@ -320,18 +320,18 @@ def test_first_tokens_of_prefill_workers_are_the_same(alone: list[list[int]], gi
         spec = spec_of(here, index)
         job = new_sequence(f"j{index}", prompt + tokens[:given], spec, eos)
         job.output_start, job.prefill_only = len(prompt), True
-        there.engine.core.sequences.add(job)
+        there.core.sequences.add(job)
         first = finished(there, [job])[0]
         assert first == [tokens[given]]
         blocks = list(job.tables[0].block_ids)  # kept until they are sent
         sequence = new_sequence(f"d{index}", prompt, spec, eos, tokens[:given])
         sequence.remote_prefill = True
-        here.engine.core.sequences.add(sequence)
+        here.core.sequences.add(sequence)
         while sequence.status is not RequestStatus.RESERVED:
-            here.engine.core.step()
+            here.core.step()
         # Its blocks come from the other engine.
         pool = there.engine.runner.kv_pool
         here.engine.runner.kv_pool[sequence.tables[0].block_ids[: len(blocks)]] = pool[blocks]
-        there.engine.core.sequences.abort(job.request_id)
-        here.engine.core.sequences.activate(sequence, first[0])
+        there.core.sequences.abort(job.request_id)
+        here.core.sequences.activate(sequence, first[0])
         assert finished(here, [sequence]) == [tokens]

@@ -17,6 +17,7 @@ from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.shared.engine.thread import EngineThread
+from pagewire.shared.engine.waker import Waker
 from pagewire.shared.worker.load_reports import LoadReports
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.engine_threads import Outputs, adding, started
@@ -200,9 +201,8 @@ class Hook:
 
 
 def test_busy_hook_keeps_the_loop_running(sleepy: None) -> None:
-    core, _ = make_core()
     hook = Hook(busy_iterations=10)
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     with started(core):
         wait_until(lambda: hook.iterations >= 10)
         time.sleep(0.05)
@@ -213,9 +213,8 @@ def test_what_hooks_wait_for_is_handled_without_an_iteration(
     sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_module, "MAX_POLL_S", 60.0)
-    core, _ = make_core()
     hook = Hook(busy_iterations=100)
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     with started(core) as engine:
         wait_until(lambda: hook.iterations >= 100)
         assert engine.iterations <= 3  # the first, and one before the loop sleeps
@@ -227,9 +226,8 @@ def test_sleeps_end_with_the_first_news(
     news: str, busy_polls: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_module, "MAX_POLL_S", 60.0)
-    core, _ = make_core()
     hook = Hook(busy_iterations=10**6, due=False)
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     with started(core, busy_polls=busy_polls) as engine:
         wait_until(lambda: hook.iterations == 1)
         time.sleep(0.1)
@@ -260,9 +258,8 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
     busy_polls: bool, sleepy: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(thread_module, "EXPECTED_S", 1.0)
-    core, _ = make_core()
     hook = SilentHook()
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     warmings: list[None] = []
     warm = partial(warmings.append, None)
     with started(core, busy_polls=busy_polls, warm_launch_path=warm) as engine:
@@ -286,13 +283,13 @@ def test_a_loop_that_expects_work_polls_for_a_while_if_it_busy_polls_at_all(
 
 
 def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
-    core, _ = make_core()
     hook = Hook()
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     read, write = os.pipe()
     hook.then = lambda: os.read(read, 1) if hook.iterations > 1 else None
-    with started(core) as engine:
-        engine.watch(read)
+    waker = Waker()
+    with started(core, waker=waker):
+        waker.watch(read)
         wait_until(lambda: hook.iterations == 1)
         time.sleep(0.05)
         assert hook.iterations == 1
@@ -301,15 +298,14 @@ def test_readable_file_descriptor_wakes_the_loop(sleepy: None) -> None:
             wait_until(lambda iterations=iterations: hook.iterations == iterations)
         time.sleep(0.05)
         assert hook.iterations == 3
-        engine.unwatch(read)
+        waker.unwatch(read)
     os.close(read)
     os.close(write)
 
 
 def test_wake_in_the_middle_of_an_iteration_is_not_lost(sleepy: None) -> None:
-    core, _ = make_core()
     hook = Hook()
-    core.hooks.append(hook)
+    core, _ = make_core(hooks=[hook])
     engine = EngineThread(core, Outputs())
 
     def wake_five_times() -> None:
@@ -359,7 +355,6 @@ def test_sleeps_of_the_engines_thread_end_in_time() -> None:
 
 
 def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
-    core, _ = make_core(num_blocks=4, block_size=4)
     outputs = Outputs()
     written: list[list[int]] = []
 
@@ -382,7 +377,7 @@ def test_blocks_that_a_hook_frees_go_to_who_waits_at_once(sleepy: None) -> None:
         written.append(blocks)
         core.sequences.add(make_sequence("waiting", [1] * 9, max_tokens=2))
 
-    core.hooks.append(Writing())
+    core, _ = make_core(hooks=[Writing()], num_blocks=4, block_size=4)
     with started(core, outputs) as engine:
         engine.submit(start)
         wait_until(lambda: outputs.has_ended("waiting"))

@@ -29,7 +29,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)
 def make_llm(*, overlap: bool = False, ranks: int = 1, **settings: Any) -> LLM:
     settings["tensor_parallel_size"] = ranks
     llm = LLM("demo", device="cpu", dtype="float32", **settings)
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     return llm
 
 
@@ -48,10 +48,10 @@ def assert_equal(got: list[list[int]], want: list[list[int]]) -> None:
 
 
 def assert_idle(llm: LLM) -> None:
-    scheduler = llm.engine.core.scheduler
+    scheduler = llm.core.scheduler
     scheduler.table.check_integrity()
     assert llm.block_counts().used == 0
-    assert not llm.engine.core.has_work
+    assert not llm.core.has_work
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def test_greedy_tokens_equal_hugging_faces(
     outputs = llm.generate(truth.prompts, GREEDY)
     assert_equal(tokens_of(outputs), truth.tokens)
     assert {output.finish_reason for output in outputs} == {"length"}
-    preempted = llm.engine.core.scheduler.table.num_preemptions > 0
+    preempted = llm.core.scheduler.table.num_preemptions > 0
     assert preempted == (settings["num_blocks"] < ROOMY["num_blocks"])
     assert_idle(llm)
 
@@ -253,7 +253,7 @@ def test_seeded_tokens_do_not_depend_on_the_company(
     llm = make_llm(ranks=ranks, **settings)
     assert len(short_prompts) == 16
     assert_equal(tokens_of(llm.generate(short_prompts, seeded(16))), alone)
-    preempted = llm.engine.core.scheduler.table.num_preemptions > 0
+    preempted = llm.core.scheduler.table.num_preemptions > 0
     assert preempted == ("num_blocks" in settings)
     assert_idle(llm)
 

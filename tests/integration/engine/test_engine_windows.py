@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from pagewire import LLM, SamplingParams
-from pagewire.shared.engine.scheduling.step import StepPlan
+from pagewire.shared.engine.scheduling.sequence import new_sequence
+from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.hf_greedy import greedy
 from pagewire.tests.support.padded_steps import run_padded
 from pagewire.tests.support.tiny_models import VOCAB, write_tiny_model
@@ -72,19 +73,19 @@ def tokens_of(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> lis
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
 def test_tokens_are_hugging_faces(tried: Tried, settings: dict[str, Any], overlap: bool) -> None:
     llm = tried.llm(**settings)
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     assert tokens_of(llm, PROMPTS, GREEDY) == tried.expected
     assert llm.block_counts().used == 0
-    llm.engine.core.scheduler.table.check_integrity()
+    llm.core.scheduler.table.check_integrity()
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["in-turn", "overlap"])
 def test_preempted_answers_are_computed_again(tried: Tried, overlap: bool) -> None:
     llm = tried.llm(num_blocks=tried.few_blocks, max_model_len=208, max_num_batched_tokens=16)
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     assert tokens_of(llm, PROMPTS * 2, GREEDY) == tried.expected * 2
-    assert llm.engine.core.scheduler.table.num_preemptions > 0
-    llm.engine.core.scheduler.table.check_integrity()
+    assert llm.core.scheduler.table.num_preemptions > 0
+    llm.core.scheduler.table.check_integrity()
 
 
 def test_padded_steps_have_the_same_tokens(tried: Tried) -> None:
@@ -121,29 +122,16 @@ def test_answers_to_one_prompt_fork(tried: Tried) -> None:
         assert [each.token_ids for each in output.outputs] == [expected] * 3
 
 
-class MostUsed:
-    """An engine's hook that notes how many blocks are in use."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.blocks = 0
-        self._llm = llm
-
-    def poll(self) -> bool:
-        return False
-
-    def before_launch(self, plan: StepPlan) -> None:
-        self.blocks = max(self.blocks, self._llm.block_counts().used)
-
-    def after_launch(self, plan: StepPlan | None) -> bool:
-        return False
-
-
 def test_blocks_before_the_window_are_given_up(tried: Tried) -> None:
-    llm = tried.llm(max_num_batched_tokens=32)
-    most = MostUsed(llm)
-    llm.engine.core.hooks.append(most)
-    assert tokens_of(llm, [PROMPTS[3]], GREEDY) == [tried.expected[3]]
-    layout, length = llm.engine.core.scheduler.pool.layout, len(PROMPTS[3]) + ANSWER
-    assert most.blocks <= layout.most_blocks(length, 32)
+    llm, most = tried.llm(max_num_batched_tokens=32), 0
+    spec = RequestSpec(temperature=0, max_tokens=ANSWER, ignore_eos=True)
+    sequence = new_sequence("a", PROMPTS[3], spec, ())
+    llm.core.sequences.add(sequence)
+    while not sequence.is_finished:
+        most = max(most, llm.block_counts().used)
+        llm.core.step()
+    assert sequence.token_ids[len(PROMPTS[3]) :] == tried.expected[3]
+    layout, length = llm.core.scheduler.pool.layout, len(PROMPTS[3]) + ANSWER
+    assert most <= layout.most_blocks(length, 32)
     if layout.has_windows:
-        assert most.blocks < len(layout.groups) * layout.blocks_for(length)
+        assert most < len(layout.groups) * layout.blocks_for(length)

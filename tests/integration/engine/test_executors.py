@@ -36,14 +36,14 @@ TIGHT = {"device": "cpu", "num_blocks": 12, "max_num_batched_tokens": 40}  # som
 
 def make_llm(**more: Any) -> LLM:
     llm = LLM("demo", **TIGHT, **more)
-    llm.engine.core.overlap = True
+    llm.core.overlap = True
     return llm
 
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     tokens = [output.token_ids for output in llm.generate(PROMPTS, SAMPLING)]
-    assert llm.engine.core.scheduler.table.num_preemptions > 0
-    llm.engine.core.scheduler.table.check_integrity()
+    assert llm.core.scheduler.table.num_preemptions > 0
+    llm.core.scheduler.table.check_integrity()
     return tokens
 
 
@@ -97,7 +97,7 @@ def kept(one_thread: None) -> tuple[list[list[int]], Keeper]:
     """The tokens of a run, and what was recorded of it."""
     llm = make_llm()
     keeper = Keeper(llm)
-    llm.engine.core.executor = keeper
+    llm.core.executor = keeper
     return tokens_of(llm), keeper
 
 
@@ -151,7 +151,7 @@ def test_step_that_awaits_a_supply_samples_what_is_allowed() -> None:
 
 def test_child_goes_on_as_its_parent_does() -> None:
     llm = make_llm()
-    core = llm.engine.core
+    core = llm.core
     parent, child = (new_sequence(name, PROMPTS[3][:37], GREEDY, ()) for name in ("p", "c"))
     core.sequences.add(parent, (child,))
     while core.scheduler.table.unforked:

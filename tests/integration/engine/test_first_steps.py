@@ -31,7 +31,7 @@ def answers(prepared: bool, **settings: Any) -> list[list[int]]:
         prepare(runner, llm.engine.config, llm.settings, context, stages.append, Reruns)
         captured = [stage for stage in stages if stage.startswith("capturing CUDA graphs: ")]
         assert bool(captured) == llm.settings.cuda_graphs
-        llm.engine.core.overlap = True
+        llm.core.overlap = True
     fitting = [
         (prompt, params)
         for prompt, params in zip(PROMPTS, PARAMS, strict=True)
@@ -39,7 +39,7 @@ def answers(prepared: bool, **settings: Any) -> list[list[int]]:
     ]
     outputs = llm.generate([prompt for prompt, _ in fitting], [params for _, params in fitting])
     assert llm.block_counts().used == 0
-    llm.engine.core.scheduler.table.check_integrity()
+    llm.core.scheduler.table.check_integrity()
     return [output.outputs[0].token_ids for output in outputs]
 
 

@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pagewire import LLM, SamplingParams
 from pagewire.kernels import load_ops
+from pagewire.shared.engine.build import build_engine
 from pagewire.shared.engine.execution.block_mover import BlockMove, BlockMover
 from pagewire.shared.engine.execution.cuda_graph import DeviceEvent, GraphPool
 from pagewire.shared.engine.execution.model_runner import ModelRunner
@@ -22,6 +22,7 @@ from pagewire.shared.kv.packing import packed_bytes
 from pagewire.shared.kv.storage import allocate_pool
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.request.sampling import RequestSpec
+from pagewire.shared.settings.config import EngineSettings, load_settings
 from pagewire.tests.support.padded_steps import run_padded
 
 PROMPT = [n % 1000 + 10 for n in range(1000)]  # longer than what is captured as a CUDA graph
@@ -46,21 +47,29 @@ class Plans:
         return False
 
 
-def launch(llm: LLM, prompt: list[int], *, prefill_only: bool = False) -> Sequence:
-    """Launch a step that computes the prompt."""
-    spec = RequestSpec(temperature=0, max_tokens=2, ignore_eos=True)
-    sequence = new_sequence(f"s{len(prompt)}", prompt, spec, ())
-    sequence.prefill_only = prefill_only
-    llm.engine.core.sequences.add(sequence)
-    llm.engine.core.step(wait=False)
-    return sequence
+class Engine:
+    """An engine of the demo model."""
+
+    def __init__(self, **settings: Any) -> None:
+        built = build_engine(load_settings(EngineSettings, {"model": "demo", **settings}))
+        self.runner, self.plans = built.runner, Plans()
+        self.core = built.make_core(self.plans)
+
+    def launch(self, prompt: list[int], *, prefill_only: bool = False) -> Sequence:
+        """Launch a step that computes the prompt."""
+        spec = RequestSpec(temperature=0, max_tokens=2, ignore_eos=True)
+        sequence = new_sequence(f"s{len(prompt)}", prompt, spec, ())
+        sequence.prefill_only = prefill_only
+        self.core.sequences.add(sequence)
+        self.core.step(wait=False)
+        return sequence
 
 
 class Hooked:
     """A layer, and something that happens before it."""
 
-    def __init__(self, llm: LLM, index: int, before: Any) -> None:
-        layers: list[Any] = cast("DecoderModel", llm.engine.runner.model).layers
+    def __init__(self, engine: Engine, index: int, before: Any) -> None:
+        layers: list[Any] = cast("DecoderModel", engine.runner.model).layers
         self._layer, self._before = layers[index], before
         layers[index] = self
 
@@ -70,37 +79,38 @@ class Hooked:
 
 
 @pytest.fixture
-def cpu() -> LLM:
-    return LLM("demo", device="cpu", num_blocks=128)
+def cpu() -> Engine:
+    return Engine(device="cpu", num_blocks=128)
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_steps_record_the_ends_of_the_layer_groups_that_they_export(cpu: LLM, padded: bool) -> None:
-    runner, plans = cpu.engine.runner, Plans()
+def test_steps_record_the_ends_of_the_layer_groups_that_they_export(
+    cpu: Engine, padded: bool
+) -> None:
+    runner, plans = cpu.runner, cpu.plans
     if padded:
         run_padded(runner, 64)
-    cpu.engine.core.hooks.append(plans)
-    launch(cpu, PROMPT[:50])
+    cpu.launch(PROMPT[:50])
     assert not runner.has_group_events(plans.last)
-    sequence = launch(cpu, PROMPT[:60], prefill_only=True)  # next to a decode row
+    sequence = cpu.launch(PROMPT[:60], prefill_only=True)  # next to a decode row
     assert runner.has_group_events(plans.last)
     while not sequence.is_finished:
-        cpu.engine.core.step()
-    launch(cpu, PROMPT[:40])
+        cpu.core.step()
+    cpu.launch(PROMPT[:40])
     assert not runner.has_group_events(plans.last)  # nothing is exported
 
 
 def test_a_step_that_failed_to_launch_records_no_group_events(
-    cpu: LLM, caplog: pytest.LogCaptureFixture
+    cpu: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail() -> None:
         raise RuntimeError("device on fire")
 
-    launch(cpu, PROMPT[:50])
+    cpu.launch(PROMPT[:50])
     Hooked(cpu, 2, fail)
-    sequence = launch(cpu, PROMPT[:60], prefill_only=True)
+    sequence = cpu.launch(PROMPT[:60], prefill_only=True)
     assert sequence.is_finished
-    assert not any(cpu.engine.runner.has_group_events(plan) for plan in range(4))
+    assert not any(cpu.runner.has_group_events(plan) for plan in range(4))
 
 
 @pytest.fixture
@@ -111,9 +121,8 @@ def clean_gpu() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
-def on_gpu(*, cuda_graphs: bool = True) -> LLM:
-    return LLM(
-        "demo",
+def on_gpu(*, cuda_graphs: bool = True) -> Engine:
+    return Engine(
         device="cuda",
         num_blocks=4096,
         max_num_batched_tokens=1024,
@@ -149,13 +158,14 @@ class Packed:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("clean_gpu")
 def test_a_layer_group_is_packed_while_later_layers_compute() -> None:
-    llm = on_gpu(cuda_graphs=False)  # a replayed step does not call the hooked layer
-    runner, plans = llm.engine.runner, Plans()
-    llm.engine.core.hooks.append(plans)
+    engine = on_gpu(cuda_graphs=False)  # a replayed step does not call the hooked layer
+    runner, plans = engine.runner, engine.plans
     packed = Packed(runner, len(PROMPT) // runner.block_size)
-    llm.generate([PROMPT[::-1]], SamplingParams(max_tokens=1))  # compiles what is left
-    Hooked(llm, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
-    sequence = launch(llm, PROMPT, prefill_only=True)
+    engine.launch(PROMPT[::-1])  # compiles what is left
+    while engine.core.has_work:
+        engine.core.step()
+    Hooked(engine, 2, lambda: torch.cuda._sleep(2_000_000_000))  # a second
+    sequence = engine.launch(PROMPT, prefill_only=True)
     blocks = sequence.tables[0].block_ids[: len(PROMPT) // runner.block_size]
     assert runner.has_group_events(plans.last)
     for group in range(2):
@@ -171,13 +181,12 @@ def test_a_layer_group_is_packed_while_later_layers_compute() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("clean_gpu")
 def test_replayed_steps_record_group_events_too() -> None:
-    llm = on_gpu()
-    runner, plans = llm.engine.runner, Plans()
-    llm.engine.core.hooks.append(plans)
+    engine = on_gpu()
+    runner, plans = engine.runner, engine.plans
     packed = Packed(runner, 100 // runner.block_size)
     assert runner.prefill_graphs is not None
     for start, length in (0, 100), (300, 105):
-        sequence = launch(llm, PROMPT[start : start + length], prefill_only=True)
+        sequence = engine.launch(PROMPT[start : start + length], prefill_only=True)
         blocks = sequence.tables[0].block_ids[: 100 // runner.block_size]
         assert runner.has_group_events(plans.last)
         for group in range(LAYERS):

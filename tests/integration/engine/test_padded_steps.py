@@ -68,7 +68,7 @@ def test_answers_do_not_depend_on_the_padding(
     alone: list[RequestOutput], settings: dict[str, Any], mask_wait_s: float
 ) -> None:
     llm = make_llm(**settings)
-    core = llm.engine.core
+    core = llm.core
     core.overlap = True
     core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
     run_padded(llm.engine.runner, 128)

@@ -69,7 +69,7 @@ def test_answers_of_all_kinds_are_those_of_one_process(one: LLM, two: LLM) -> No
         assert [each.token_ids for each in ours.outputs] == [
             each.token_ids for each in theirs.outputs
         ]
-    assert two.engine.core.scheduler.table.num_preemptions > 0
+    assert two.core.scheduler.table.num_preemptions > 0
     digits = found[4].text
     assert len(digits) == 20 and digits.isdigit()
     scored, other_scored = found[5].outputs[0].logprobs, expected[5].outputs[0].logprobs
@@ -170,7 +170,7 @@ def test_whom_a_ranks_report_blames(failure: Failed, is_blameless: bool) -> None
 
 def test_memory_that_runs_out_on_rank_0_blames_nobody() -> None:
     llm = make_llm(2)
-    executor = llm.engine.core.executor
+    executor = llm.core.executor
     assert isinstance(executor, RanksExecutor)
     executor.own = Mock(execute=Mock(side_effect=MemoryError))
     with pytest.raises(BlamelessRankError, match="rank 0: MemoryError"):
@@ -180,13 +180,13 @@ def test_memory_that_runs_out_on_rank_0_blames_nobody() -> None:
 def test_a_step_whose_kernels_have_missed_a_rank_ends_all() -> None:
     llm = make_llm(2)
     [rank] = llm.engine.ranks.processes
-    executor = llm.engine.core.executor
+    executor = llm.core.executor
     assert isinstance(executor, RanksExecutor)
     missed = RankError("rank 1 has not come for 5 s", 1)
     executor.communicator = Mock(check=Mock(side_effect=[None, None, missed]))
     with pytest.raises(RankError, match="rank 1 has not come for 5 s"):
         llm.generate(PROMPTS, LONG)
-    assert llm.engine.core.stats.steps == 3
+    assert llm.core.stats.steps == 3
     assert rank.poll() == -signal.SIGKILL
 
 

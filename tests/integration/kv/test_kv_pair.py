@@ -313,10 +313,10 @@ class FailsToWithdraw:
 @TRANSPORTS
 def test_lost_blocks_are_not_packed_after_a_plan_that_was_not_launched(kind: str) -> None:
     engine = {"num_blocks": 7, "max_num_batched_tokens": 9, "caching": False}
-    with kv_pair(kind, prefill=engine, prefill_slots=1, blocks_per_slot=1) as pair:
-        device = pair.prefill.device
-        hook = FailsToWithdraw(device)
-        pair.prefill.core.hooks.append(hook)
+    sizes = {"prefill_slots": 1, "blocks_per_slot": 1}
+    with kv_pair(kind, prefill=engine, more_hooks=[FailsToWithdraw], **sizes) as pair:
+        device, hook = pair.prefill.device, pair.prefill.core.hooks[1]
+        assert isinstance(hook, FailsToWithdraw)
         device.has_moved = False  # the job's second block waits for a staging slot
         start_alongside(pair, 9, 1)
         pair.until(lambda: hook.num_packed >= 0)

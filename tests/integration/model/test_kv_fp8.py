@@ -50,7 +50,7 @@ def make(model: str | Path, **settings: Any) -> LLM:
 
 def answers(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
     found = [output.token_ids for output in llm.generate(prompts, GREEDY)]
-    llm.engine.core.scheduler.table.check_integrity()
+    llm.core.scheduler.table.check_integrity()
     assert llm.block_counts().used == 0
     return found
 

@@ -109,7 +109,7 @@ def test_engines_with_other_factors_share_no_block(written: tuple[Path, Any]) ->
         )
         built = build_engine(settings, hash_secret="secret")
         fingerprint = built.model_identity.fingerprint.encode()
-        [block] = built.core.scheduler.blocks.hasher.hash_prompt(range(16))
+        [block] = built.scheduler.blocks.hasher.hash_prompt(range(16))
         return [fingerprint, block]
 
     assert hashes(None) == hashes(POSITIONS) == hashes(ORIGINAL + 1)

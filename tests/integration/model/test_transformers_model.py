@@ -183,7 +183,7 @@ def test_engines_give_up_blocks_before_a_window(
     """Some layers of the one have a window, all layers of the other."""
     theirs = write_tiny(tmp_path, architecture)
     llm = LLM(str(tmp_path), model_impl="transformers", device="cpu", dtype="float32", **settings)
-    assert llm.engine.core.scheduler.pool.layout.has_windows
+    assert llm.core.scheduler.pool.layout.has_windows
     prompts = random_prompts((3, 70, 110), VOCAB)
     expected = [greedy(theirs, prompt, 30) for prompt in prompts]
     params = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)

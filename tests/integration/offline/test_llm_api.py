@@ -36,7 +36,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     """An engine that has nothing left to do after each test; of one rank or two."""
     yield module_llm
     assert module_llm.block_counts().used == 0
-    assert not module_llm.engine.core.has_work
+    assert not module_llm.core.has_work
 
 
 def ids(llm: LLM, text: str) -> list[int]:
@@ -278,7 +278,7 @@ def test_n_answers_are_those_of_the_seeds_that_the_router_gives(llm: LLM) -> Non
 
 
 def test_prompt_of_n_answers_is_computed_once(llm: LLM) -> None:
-    stats = llm.engine.core.stats
+    stats = llm.core.stats
     before = stats.prompt_tokens_computed
     asked = SamplingParams(n=5, temperature=3.0, seed=7, max_tokens=4, prompt_logprobs=0)
     output = llm.generate("Fork, and share the prompt. " * 9, asked)[0]
@@ -388,7 +388,7 @@ def test_cached_blocks_are_shared_within_a_salt_only(llm: LLM) -> None:
         output = llm.generate([prompt + tail], params)[0]
         return output.cached_tokens, output.token_ids
 
-    size = llm.engine.core.scheduler.blocks.size
+    size = llm.core.scheduler.blocks.size
     most = (len(prompt) - 1) // size * size
     first = [ask(salt, []) for salt in ("salt a", "salt b", "salt", None)]
     assert [cached for cached, _ in first[:3]] == [0, 0, 0]

@@ -52,7 +52,7 @@ def check(llm: LLM, expected: list[Any]) -> None:
     for output, vector in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(output.embedding, vector, rtol=2e-4, atol=2e-5)
     assert llm.block_counts().used == llm.block_counts().cached == 0
-    assert not llm.engine.core.has_work
+    assert not llm.core.has_work
 
 
 def test_without_files_it_is_the_last_tokens_state_normalised() -> None:
@@ -73,7 +73,7 @@ def test_it_goes_along_with_answers_of_the_same_batch(padded: bool) -> None:
     llm = load("demo")
     if padded:
         run_padded(llm.engine.runner, 64)
-    core, expected = llm.engine.core, truth(llm, "last", False)
+    core, expected = llm.core, truth(llm, "last", False)
     answer = llm.generate(TEXT, SamplingParams(max_tokens=20))[0].token_ids
     assert llm.tokenizer is not None
     spec = RequestSpec(temperature=0.0, max_tokens=20, seed=1)

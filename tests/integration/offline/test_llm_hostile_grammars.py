@@ -45,7 +45,7 @@ def run_alongside(
     llm: LLM, others: dict[str, RequestSpec]
 ) -> tuple[list[list[int]], list[float], dict[str, str]]:
     """Run free answers and others; returns the free tokens, their gaps, and how others ended."""
-    core, spec = llm.engine.core, RequestSpec(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    core, spec = llm.core, RequestSpec(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     free: list[Sequence] = []
     for index, prompt in enumerate(PROMPTS):
         free.append(new_sequence(f"free-{index}", prompt, spec, ()))
@@ -85,7 +85,7 @@ def test_script_that_ends_while_masks_are_filled_is_not_killed() -> None:
 
 def test_others_go_on() -> None:
     llm = LLM("demo", device="cpu", dtype="float32", max_num_seqs=64)
-    llm.engine.core.overlap = True
+    llm.core.overlap = True
     # As many rows, so that a step takes as long.
     plain = {f"plain-{i}": RequestSpec(max_tokens=120, seed=i, ignore_eos=True) for i in range(16)}
     usual, usual_gaps, _ = run_alongside(llm, plain)
@@ -99,6 +99,6 @@ def test_others_go_on() -> None:
     for name, found in zip(("usual", "with hostile grammars"), deciles, strict=True):
         print(f"{name:24}", *(f"{1e3 * gap:7.2f}" for gap in found))
     print(f"largest: {1e3 * max(usual_gaps):.1f} and {1e3 * max(gaps):.1f} ms; {ends}")
-    print(llm.engine.core.stats)
+    print(llm.core.stats)
     assert deciles[1][4] < 2 * deciles[0][4] + 0.02  # of the median: the machine is not quiet
     assert max(gaps) < max(usual_gaps) + 1.0

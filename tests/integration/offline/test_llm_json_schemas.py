@@ -28,7 +28,7 @@ def test_schemas(count: int) -> None:
         Draft202012Validator.check_schema(schema)
         asked = StructuredOutputs(json=schema)
         try:
-            llm.engine.core.constraints.check_text(grammar_text(asked) or "", "json")
+            llm.core.constraints.check_text(grammar_text(asked) or "", "json")
         except InvalidRequestError as exc:
             refused.append(exc.message)
             continue
@@ -52,6 +52,6 @@ def test_schemas(count: int) -> None:
     tokens = sorted(len(output.token_ids) for output in outputs)
     print(
         f"{count} schemas: {len(refused)} refused, {ended} of {len(outputs)} ended by stop, median "
-        f"{tokens[len(tokens) // 2]} tokens, {llm.engine.core.stats}"
+        f"{tokens[len(tokens) // 2]} tokens, {llm.core.stats}"
     )
     assert ended >= 0.95 * len(outputs)

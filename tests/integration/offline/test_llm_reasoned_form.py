@@ -63,10 +63,10 @@ def test_after_a_preemption() -> None:
     prompt, free = _free_reasoning(llm)
     alone = _replayed(llm, prompt, free[:24], 8)
     assert len(set(alone)) > 2
-    assert llm.engine.core.scheduler.table.num_preemptions == 0
+    assert llm.core.scheduler.table.num_preemptions == 0
     small = make_llm(enable_prefix_caching=False, num_blocks=24, max_model_len=128)
     assert _replayed(small, prompt, free[:24], 8) == alone
-    assert small.engine.core.scheduler.table.num_preemptions > 0
+    assert small.core.scheduler.table.num_preemptions > 0
     assert all(10 <= json.loads(answer)["size"] <= 99 for answer in alone)
 
 
@@ -79,7 +79,7 @@ def _free_reasoning(llm: LLM) -> tuple[list[int], list[int]]:
 
 def _replayed(llm: LLM, prompt: list[int], reasoning: list[int], count: int) -> list[str]:
     """Return what comes after reasoning that ends; each of the answers has its own seed."""
-    tokenizer, core = llm.tokenizer, llm.engine.core
+    tokenizer, core = llm.tokenizer, llm.core
     assert tokenizer is not None
     known = [*reasoning, *tokenizer.encode_word("</think>\n")]
     spec = msgspec.structs.replace(

@@ -26,7 +26,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     """An engine that has nothing left to do after each test."""
     yield module_llm
     assert module_llm.block_counts().used == 0
-    assert not module_llm.engine.core.has_work
+    assert not module_llm.core.has_work
 
 
 def test_outputs_grow_to_those_of_generate(llm: LLM) -> None:
@@ -94,7 +94,7 @@ def test_the_collector_may_end_a_stream_within_a_step(llm: LLM) -> None:
     next(stream)
     held = [stream]
     held.append(held)
-    step = llm.engine.core.step
+    step = llm.core.step
 
     def collecting(wait: bool = True) -> Any:
         gc.collect()
@@ -102,7 +102,7 @@ def test_the_collector_may_end_a_stream_within_a_step(llm: LLM) -> None:
 
     del stream, held
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(llm.engine.core), "step", lambda _core, wait=True: collecting(wait))
+        patch.setattr(type(llm.core), "step", lambda _core, wait=True: collecting(wait))
         assert llm.generate(PROMPTS[0], SamplingParams(max_tokens=3))[0].finished
     assert llm.block_counts().used == 0
 
@@ -123,7 +123,7 @@ def test_a_failed_step_ends_the_stream_with_an_error() -> None:
         raise RuntimeError("the device is on fire")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(llm.engine.core.executor), "execute", fail)
+        patch.setattr(type(llm.core.executor), "execute", fail)
         with pytest.raises(RequestFailedError):
             list(stream)
     assert llm.block_counts().used == 0

@@ -49,7 +49,7 @@ PARAMS = [
 
 def make_llm(*, overlap: bool = True, **settings: Any) -> LLM:
     llm = LLM("demo", **{"device": "cpu", "dtype": "float32", **settings})
-    llm.engine.core.overlap = overlap
+    llm.core.overlap = overlap
     return llm
 
 
@@ -61,9 +61,9 @@ def spec_of(asked: SamplingParams, max_tokens: int) -> RequestSpec:
 
 def tokens_of(llm: LLM) -> list[list[int]]:
     outputs = llm.generate(PROMPTS, PARAMS)
-    llm.engine.core.scheduler.table.check_integrity()
-    assert not llm.engine.core.has_work
-    assert not llm.engine.core.constraints.is_active
+    llm.core.scheduler.table.check_integrity()
+    assert not llm.core.has_work
+    assert not llm.core.constraints.is_active
     return [output.token_ids for output in outputs]
 
 
@@ -96,18 +96,18 @@ def test_in_a_batch(alone: list[list[int]], overlap: bool) -> None:
 @pytest.mark.parametrize("overlap", [False, True])
 def test_rows_whose_masks_are_late(alone: list[list[int]], overlap: bool) -> None:
     llm = make_llm(overlap=overlap)
-    llm.engine.core.constraints.mask_wait_s = (0.0, 0.0)
+    llm.core.constraints.mask_wait_s = (0.0, 0.0)
     assert tokens_of(llm) == alone
-    assert llm.engine.core.stats.rows_skipped > 20
-    assert llm.engine.core.stats.tokens_generated < sum(map(len, alone)) + len(alone) + 1
+    assert llm.core.stats.rows_skipped > 20
+    assert llm.core.stats.tokens_generated < sum(map(len, alone)) + len(alone) + 1
 
 
 @pytest.mark.parametrize("mask_wait_s", [0.0, 1.0])
 def test_after_a_preemption(alone: list[list[int]], mask_wait_s: float) -> None:
     llm = make_llm(num_blocks=10, max_num_batched_tokens=40, max_model_len=160)
-    llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
+    llm.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
     assert tokens_of(llm) == alone
-    assert llm.engine.core.scheduler.table.num_preemptions > 0
+    assert llm.core.scheduler.table.num_preemptions > 0
 
 
 @pytest.mark.gpu
@@ -116,16 +116,16 @@ def test_with_captured_steps(alone: list[list[int]]) -> None:
     runs = []
     for mask_wait_s in (0.05, 0.0):
         llm = make_llm(device="cuda", num_blocks=4096)  # both are in memory for a while
-        llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
+        llm.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         runs.append(tokens_of(llm))
-        assert llm.engine.core.stats.rows_skipped > 20 or mask_wait_s > 0
+        assert llm.core.stats.rows_skipped > 20 or mask_wait_s > 0
     assert runs[0] == runs[1] == alone
 
 
 def test_from_any_token_on(alone: list[list[int]]) -> None:
     """As after a migration: the output so far comes with the request."""
     llm = make_llm()
-    core, texts = llm.engine.core, llm.tokenizer
+    core, texts = llm.core, llm.tokenizer
     assert texts is not None
     for row, known in ((0, 1), (1, 5), (6, 9), (7, 3), (9, 10)):
         spec = spec_of(PARAMS[row], 48)
@@ -150,9 +150,9 @@ def test_held_rows_do_not_count_towards_penalties() -> None:
     tokens = []
     for mask_wait_s in (1.0, 0.0):
         llm = make_llm()
-        llm.engine.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
+        llm.core.constraints.mask_wait_s = (mask_wait_s, mask_wait_s)
         tokens.append([output.token_ids for output in llm.generate(PROMPTS[:6], asked)])
-        assert (llm.engine.core.stats.rows_skipped > 20) == (mask_wait_s == 0.0)
+        assert (llm.core.stats.rows_skipped > 20) == (mask_wait_s == 0.0)
     assert tokens[0] == tokens[1]
     other = msgspec.structs.replace(asked, frequency_penalty=0.0)
     assert [output.token_ids for output in make_llm().generate(PROMPTS[:6], other)] != tokens[0]
@@ -186,7 +186,7 @@ def test_several_answers_to_a_prompt() -> None:
     assert len({output.text for output in outputs}) > 1
     for output in outputs:
         Draft202012Validator(SCHEMA).validate(json.loads(output.text))
-    llm.engine.core.constraints.mask_wait_s = (0.0, 0.0)
+    llm.core.constraints.mask_wait_s = (0.0, 0.0)
     again = llm.generate([PROMPTS[0]], asked)[0].outputs
     assert [output.token_ids for output in again] == [output.token_ids for output in outputs]
 
@@ -217,7 +217,7 @@ def test_grammar_that_cannot_be_followed_fails_its_row_alone(alone: list[list[in
     llm = make_llm()
     hostile = StructuredOutputs(grammar="start: s\ns: s s s | s s | /[a-z ]/ | \n")
     spec = spec_of(SamplingParams(temperature=1.0, seed=1, structured_outputs=hostile), 400)
-    core, outputs = llm.engine.core, []
+    core, outputs = llm.core, []
     core.sequences.add(new_sequence("hostile", [1, 2, 3], spec, ()))
     core.sequences.add(new_sequence("free", [1, 2, 3], RequestSpec(max_tokens=300), ()))
     while core.has_work:

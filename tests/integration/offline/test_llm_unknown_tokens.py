@@ -48,7 +48,7 @@ def llm(module_llm: LLM) -> Iterator[LLM]:
     yield module_llm
     assert module_llm.generate([GOOD, [5, 6]], PARAMS)[0].token_ids == expected
     assert module_llm.block_counts().used == 0
-    assert not module_llm.engine.core.has_work
+    assert not module_llm.core.has_work
 
 
 CALLS: dict[str, tuple[Callable[[LLM], object], str]] = {

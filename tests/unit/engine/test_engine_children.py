@@ -28,9 +28,8 @@ pytestmark = pytest.mark.usefixtures("each_executor")
 class Plans:
     """Keeps what is launched."""
 
-    def __init__(self, core: EngineCore) -> None:
+    def __init__(self) -> None:
         self.all: list[StepPlan] = []
-        core.hooks.append(self)
 
     def before_launch(self, plan: StepPlan) -> None:
         pass
@@ -88,8 +87,8 @@ def test_children_share_a_prompt_that_is_computed_once(
 @BOTH
 @pytest.mark.parametrize("length", [5, 6, 7, 8, 9])
 def test_children_share_full_blocks_and_copy_the_last(overlap: bool, length: int) -> None:
-    core, _ = make_core(overlap=overlap, caching=False)
-    plans = Plans(core)
+    plans = Plans()
+    core, _ = make_core(hooks=[plans], overlap=overlap, caching=False)
     sequences = family(length)
     wanted = add(core, sequences)
     while core.scheduler.table.unforked:
@@ -104,8 +103,8 @@ def test_children_share_full_blocks_and_copy_the_last(overlap: bool, length: int
 
 
 def test_child_that_ends_as_it_forks_copies_nothing() -> None:
-    core, _ = make_core(caching=False)
-    plans = Plans(core)
+    plans = Plans()
+    core, _ = make_core(hooks=[plans], caching=False)
     add(core, family(6, count=2))
     core.step()
     assert core.scheduler.table.unforked == set()
@@ -116,8 +115,8 @@ def test_child_that_ends_as_it_forks_copies_nothing() -> None:
 
 
 def test_block_that_a_plan_copies_is_not_reserved_by_it() -> None:
-    core, _ = make_core(num_blocks=4, caching=False)
-    plans = Plans(core)
+    plans = Plans()
+    core, _ = make_core(hooks=[plans], num_blocks=4, caching=False)
     wanted = add(core, family(6, count=2, max_tokens=3))
     core.step()
     core.sequences.abort("s0")

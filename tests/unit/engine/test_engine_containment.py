@@ -78,8 +78,7 @@ def test_request_that_cannot_be_admitted_fails_alone(
 def test_failing_hook_fails_the_requests_of_its_step(
     overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, _ = make_core(max_num_seqs=1, overlap=overlap)
-    core.hooks.append(FailingHook({2}))
+    core, _ = make_core(hooks=[FailingHook({2})], max_num_seqs=1, overlap=overlap)
     for name in "ab":
         core.sequences.add(make_sequence(name, [1] * 5))
     outputs = drain(core)
@@ -92,8 +91,7 @@ def test_failing_hook_fails_the_requests_of_its_step(
 def test_failing_hook_fails_what_its_step_reserves(
     overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, _ = make_core(overlap=overlap)
-    core.hooks.append(FailingHook({1}))
+    core, _ = make_core(hooks=[FailingHook({1})], overlap=overlap)
     core.sequences.add(make_sequence("remote", [1] * 9, remote_prefill=True))
     assert ends_of(drain(core)) == {"remote": "error"}
     assert_idle(core)
@@ -139,8 +137,7 @@ def test_error_in_preemption_fails_what_was_preempted(overlap: bool) -> None:
 def test_loop_ends_if_the_accounting_is_wrong_after_an_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    core, _ = make_core()
-    core.hooks.append(FailingHook({1}))
+    core, _ = make_core(hooks=[FailingHook({1})])
     core.scheduler.pool.allocate(1)  # a block that nobody accounts for
     core.sequences.add(make_sequence("a", [1] * 5))
     with pytest.raises(IntegrityError, match="references"):

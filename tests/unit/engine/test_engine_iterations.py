@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pagewire.shared.engine.core import EngineCore
+from pagewire.shared.engine.scheduling.sequence import Sequence
 from pagewire.shared.engine.scheduling.step import StepPlan
 from pagewire.shared.engine.step_output import StepOutputs
 from pagewire.tests.support.engine_iterations import (
@@ -16,7 +17,7 @@ from pagewire.tests.support.engine_iterations import (
     drain,
 )
 from pagewire.tests.support.fake_device import FakeDevice
-from pagewire.tests.support.fake_engine import generate, make_core, make_sequence
+from pagewire.tests.support.fake_engine import generate, make_core, make_parts, make_sequence
 
 pytestmark = pytest.mark.usefixtures("each_executor")
 
@@ -28,44 +29,49 @@ class Hook:
     """Notes when it was called."""
 
     device: FakeDevice
-    core: EngineCore
+    sequence: Sequence
     busy: bool = False
     due: bool = False
     announced: list[tuple[int, int]] = field(default_factory=list)  # (plan, steps launched)
-    seen: list[tuple[int, int]] = field(default_factory=list)
+    seen: list[tuple[int, int]] = field(default_factory=list)  # (steps launched, tokens)
 
     def before_launch(self, plan: StepPlan) -> None:
         self.announced.append((plan.number, len(self.device.batches)))
 
     def after_launch(self, plan: StepPlan | None) -> bool:
-        self.seen.append((len(self.device.batches), self.core.stats.tokens_generated))
+        self.seen.append((len(self.device.batches), len(self.sequence.token_ids)))
         return self.busy
 
     def poll(self) -> bool:
         return self.due
 
 
+def hooked(length: int, overlap: bool) -> tuple[EngineCore, FakeDevice, Hook]:
+    """Return an engine, its device, and its hook, which has a sequence to add."""
+    parts = make_parts(overlap=overlap)
+    hook = Hook(parts.device, make_sequence("a", [1] * length))
+    return parts.make_core(hook), parts.device, hook
+
+
 @BOTH
 def test_hooks_see_a_plan_before_it_is_launched_and_outputs_do_not_wait_for_them(
     overlap: bool,
 ) -> None:
-    core, device = make_core(overlap=overlap)
-    hook = Hook(device, core)
-    core.hooks.append(hook)
-    core.sequences.add(make_sequence("a", [1] * 3))
+    core, _, hook = hooked(3, overlap)
+    core.sequences.add(hook.sequence)
     for number in (1, 2, 3):
         outputs, _ = core.advance(wait=True)
         assert hook.announced == [(n, n - 1) for n in range(1, number + 1)]
         assert bool(outputs) == (number > overlap)
         assert len(hook.seen) == number - 1
         core.run_hooks()
-        assert hook.seen[-1] == (number, number - overlap)
+        assert hook.seen[-1] == (number, 3 + number - overlap)
 
 
 def test_hooks_run_without_a_step_and_keep_the_loop_polling() -> None:
-    core, device = make_core()
-    idle, busy = Hook(device, core), Hook(device, core, busy=True)
-    core.hooks.extend([busy, idle])
+    parts, sequence = make_parts(), make_sequence("a", [1])
+    idle, busy = Hook(parts.device, sequence), Hook(parts.device, sequence, busy=True)
+    core = parts.make_core(busy, idle)
     assert core.step() == (StepOutputs(), False)
     assert idle.seen and busy.seen and core.hooks_busy
     busy.busy = False
@@ -87,10 +93,8 @@ def iterate(core: EngineCore) -> bool:
 def test_iterations_go_on_while_the_device_runs_but_launch_no_more_steps(
     overlap: bool, depth: int
 ) -> None:
-    core, device = make_core(overlap=overlap)
-    hook = Hook(device, core)
-    core.hooks.append(hook)
-    sequence = make_sequence("a", [1] * 5)
+    core, device, hook = hooked(5, overlap)
+    sequence = hook.sequence
     expected = generate(sequence, LIMIT)
     core.sequences.add(sequence)
     device.has_run = False
@@ -108,11 +112,9 @@ def test_iterations_go_on_while_the_device_runs_but_launch_no_more_steps(
 
 @BOTH
 def test_an_iteration_is_due_when_the_device_has_done_what_is_waited_for(overlap: bool) -> None:
-    core, device = make_core(overlap=overlap)
-    hook = Hook(device, core)
-    core.hooks.append(hook)
+    core, device, hook = hooked(5, overlap)
     assert not core.poll()
-    core.sequences.add(make_sequence("a", [1] * 5))
+    core.sequences.add(hook.sequence)
     device.has_run = False
     iterate(core)
     assert not core.poll()

@@ -169,6 +169,7 @@ class Simulation:
     def __init__(self, world: World) -> None:
         self.world = world
         self.core, self.device = make_core(
+            hooks=[self],
             num_blocks=world.num_blocks,
             block_size=world.block_size,
             windows=world.windows,
@@ -181,7 +182,6 @@ class Simulation:
             max_retained=world.max_retained,
             overlap=world.overlap,
         )
-        self.core.hooks.append(self)
         self.lives: dict[str, Life] = {}
         self.exported: dict[str, int] = {}  # blocks of each prefill job
         self.to_come = sorted(enumerate(world.arrivals), key=lambda item: item[1].at)

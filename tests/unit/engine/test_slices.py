@@ -28,6 +28,7 @@ class Engine:
     ) -> None:
         self.costs = FixedCosts(prices, largest)
         self.core, _ = make_core(
+            on_step_change=self._note,
             num_blocks=2000,
             max_num_seqs=16,
             max_num_batched_tokens=BUDGET,
@@ -38,7 +39,6 @@ class Engine:
         )
         self.works: list[StepWork] = []
         self.num_added = 0
-        self.core.steps.on_change = self._note
 
     def _note(self, step: RunningStep | None) -> None:
         if step is not None:
