@@ -122,8 +122,8 @@ class SimulatedCluster:
 
     def _add_worker(self, name: str, is_prefill: bool, limits: WorkerLimits) -> SimulatedWorker:
         device = SimulatedDevice(self.events, self.machine)
-        cache, hook = self.index.cache_of(name), JobHook(name, self._jobs)
-        core = make_core(self.machine, limits, device, cache, hook)
+        hook = JobHook(name, self._jobs)
+        core = make_core(limits, device, self.index.cache_of(name), hook)
         worker = SimulatedWorker(name, is_prefill, core, device, self._on_outputs)
         self.workers[name] = worker
         return worker

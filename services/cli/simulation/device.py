@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pagewire.services.cli.simulation.events import Events
@@ -82,14 +81,12 @@ class SimulatedDevice:
     """Runs plans one after the other, in virtual time.
 
     Attributes:
-        on_launch: called with the time at which a step that was just launched will end.
         last: the newest step.
         busy_s: time of all steps.
     """
 
     events: Events
     machine: MachinePrices
-    on_launch: Callable[[float], object] = lambda _ends_s: None
     last: SimulatedStep | None = None
     busy_s: float = 0.0
     _reader: PlanReader = field(default_factory=PlanReader)
@@ -107,7 +104,6 @@ class SimulatedDevice:
         began_s = max(free_s, self.events.now + prices.host.launch_ms * 1e-3)
         self.busy_s += seconds
         self.last = SimulatedStep(self.events, result, began_s, began_s + seconds)
-        self.on_launch(self.last.ends_s)
         return self.last
 
     def sample(self, masks: GrammarMasks) -> None:

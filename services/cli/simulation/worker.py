@@ -63,14 +63,10 @@ def hasher_of(machine: MachinePrices) -> BlockHasher:
 
 
 def make_core(
-    machine: MachinePrices,
-    limits: WorkerLimits,
-    device: SimulatedDevice,
-    listener: CacheListener,
-    hook: StepHook,
+    limits: WorkerLimits, device: SimulatedDevice, listener: CacheListener, hook: StepHook
 ) -> EngineCore:
-    """Return the engine that a worker on this machine has."""
-    token = CachedToken(2, 1, 1)
+    """Return the engine that a worker with this device has."""
+    machine, token = device.machine, CachedToken(2, 1, 1)
     layout = KvLayout.of([None], token, machine.block_size, "bfloat16")
     scheduling = SchedulerLimits(
         max_num_seqs=limits.max_num_seqs,
@@ -137,7 +133,6 @@ class SimulatedWorker:
         self._snapshot, self._snapshot_s = self.report(), 0.0
         self._commands: list[Callable[[EngineCore], object]] = []
         self._is_woken = False
-        device.on_launch = lambda ends_s: self._events.at(ends_s, self._run)
 
     def submit(self, command: Callable[[EngineCore], object]) -> None:
         """Run a command between two steps."""
@@ -189,7 +184,10 @@ class SimulatedWorker:
             self.iterations += 1
             if core.overlap or not core.awaits_step:
                 self._run_commands()
+            before = self.device.last
             outputs, worked = core.advance(wait=False)
+            if (step := self.device.last) is not None and step is not before:
+                self._events.at(step.ends_s, self._run)
             if outputs:
                 if any(other.finish_reason is not None for other in outputs.individual):
                     self._take_snapshot()
