@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import Protocol
 
@@ -39,6 +40,7 @@ MAX_JOIN_S = 0.02
 
 OnLoad = Callable[[str, LoadReport], None]
 OnLost = Callable[["WorkerLink", str, bool], None]
+MakeClient = Callable[[Callable[[ControlMessage], None], Callable[[str], None]], ControlClient]
 
 
 class RequestListener(Protocol):
@@ -62,16 +64,21 @@ class WorkerLink:
 
     Outputs are passed on once all messages that have arrived are read. If the event loop lags, a
     request's tokens of several steps are joined to one output.
+
+    Args:
+        make_client: makes the connection's client, with what gets its messages and its loss.
     """
 
-    def __init__(self, worker_id: str, epoch: int, on_load: OnLoad, on_lost: OnLost) -> None:
+    def __init__(
+        self, worker_id: str, epoch: int, make_client: MakeClient, on_load: OnLoad, on_lost: OnLost
+    ) -> None:
         self.worker_id, self.epoch = worker_id, epoch
         self._on_load, self._on_lost = on_load, on_lost
-        self.client: ControlClient
         self.lost = asyncio.Event()
         self._listeners: dict[str, RequestListener] = {}
         self._arrived: list[list[TokenOutput]] = []
         self._arrived_since = 0.0
+        self.client = make_client(self.on_message, self.lose)
 
     def post(self, message: ControlMessage) -> None:
         """Queue a message to the worker.
@@ -298,15 +305,15 @@ class WorkerLinks:
             await asyncio.sleep(delay)
 
     async def _connect(self, record: WorkerRecord) -> WorkerLink:
-        link = WorkerLink(record.worker_id, record.epoch, self.on_load, self._on_link_lost)
-        link.client = ControlClient(
+        make_client = partial(
+            ControlClient,
             record.endpoint,
             self.keys,
             make_client_id(self.name),
-            link.on_message,
-            link.lose,
             heartbeat_s=self.heartbeat_s,
             lease_s=self.lease_s,
         )
-        await link.client.connect_to(record.worker_id, record.epoch, CONNECT_TIMEOUT_S)
+        run = record.worker_id, record.epoch
+        link = WorkerLink(*run, make_client, self.on_load, self._on_link_lost)
+        await link.client.connect_to(*run, CONNECT_TIMEOUT_S)
         return link

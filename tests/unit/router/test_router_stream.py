@@ -193,8 +193,8 @@ class Client:
 
 
 def link_with(listener: Listener) -> WorkerLink:
-    link = WorkerLink("decode-0", 1, lambda worker_id, load: None, WorkerLink.end_requests)
-    link.client = Client()
+    ignore_load, end = lambda worker_id, load: None, WorkerLink.end_requests
+    link = WorkerLink("decode-0", 1, lambda *_: Client(), ignore_load, end)
     link.listen("r", listener)
     return link
 
