@@ -14,6 +14,7 @@ import torch
 
 from pagewire.shared.base.addresses import WILDCARDS
 from pagewire.shared.base.errors import ConfigError, TransferError
+from pagewire.shared.control.channel import ClusterKeys
 from pagewire.shared.engine.build import BuiltEngine
 from pagewire.shared.engine.execution.block_mover import BlockMover
 from pagewire.shared.engine.execution.executor import BlockMoves
@@ -28,6 +29,9 @@ from pagewire.shared.transfer.endpoint.sockets import KvSockets, ReceiverSocket
 from pagewire.shared.transfer.staging import Staging, make_staging
 from pagewire.shared.transfer.transports.base import Transport
 from pagewire.shared.transfer.transports.zmq import ZmqTransport
+from pagewire.shared.worker.staging_size import device_memory, staging_slot_bytes
+
+OpenTransport = Callable[[str, Staging, BlockMoves, str], Transport]
 
 TRANSPORTS = tuple(name for name in get_args(KvTransport) if name != "auto")
 
@@ -97,37 +101,32 @@ async def open_endpoint(
     stack: contextlib.AsyncExitStack,
     settings: WorkerSettings,
     built: BuiltEngine,
-    moves: BlockMoves,
+    keys: ClusterKeys,
     waker: Waker,
-    sockets: KvSockets,
-    staging: Staging,
     advertise_host: str,
     handle: Callable[[KvEvent], None],
+    open_transport: OpenTransport,
 ) -> KvEndpoint:
-    """Open a worker's KV endpoint: transports, sender and receiver.
+    """Open a worker's KV endpoint: staging, transports, sender and receiver.
 
-    `stack` closes it, after the engine's thread has ended. `waker` wakes that thread, and `handle`
-    gets the endpoint's events.
+    `stack` closes it, after the engine's thread has ended. `waker` wakes that thread, `handle` gets
+    the endpoint's events, and `open_transport` is called like the function of this name.
 
     Raises:
-        ConfigError: a transport is not available, or this machine does not have the host's address.
+        ConfigError: a transport is not available, this machine does not have the host's address, or
+            the staging slots cannot be allocated.
+        RankError: a rank of the model is lost.
     """
+    slot_bytes = staging_slot_bytes(settings, built.layout, device_memory(built.device))
+    staging, moves = open_staging(built, settings.staging_slots, slot_bytes)
+    sockets = KvSockets(keys, slot_bytes, settings.transfer_timeout_s)
     stack.callback(sockets.close)  # in the event loop, which reads one of its sockets
-    transports: dict[str, Transport] = {}
     own_host = advertise_host if settings.host in WILDCARDS else settings.host
-    for name in transports_to_open(settings, staging.memory.device):
-        try:
-            transport = await asyncio.to_thread(open_transport, name, staging, moves, own_host)
-        except (ConfigError, TransferError) as exc:
-            if settings.kv_transport != "auto":
-                raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
-            logger.warning("cannot open the KV transport %s, using the others: %s", name, exc)
-            continue
-        stack.callback(transport.close)
-        for fd in transport.fds():
-            waker.watch(fd)
-            stack.callback(waker.unwatch, fd)
-        transports[name] = transport
+
+    def open_named(name: str) -> Transport:
+        return open_transport(name, staging, moves, own_host)
+
+    transports = await _open_transports(stack, settings, built.device, waker, open_named)
     endpoint = KvEndpoint.of(
         ReceiverSocket(sockets, settings.host, advertise_host),
         handle,
@@ -142,7 +141,33 @@ async def open_endpoint(
         unwatch=waker.unwatch,
     )
     stack.callback(endpoint.close_all)
+    if settings.cuda_graphs:
+        await asyncio.to_thread(capture_moves, built.runner.mover, staging.buffers)
     return endpoint
+
+
+async def _open_transports(
+    stack: contextlib.AsyncExitStack,
+    settings: WorkerSettings,
+    device: torch.device,
+    waker: Waker,
+    open_named: Callable[[str], Transport],
+) -> dict[str, Transport]:
+    transports: dict[str, Transport] = {}
+    for name in transports_to_open(settings, device):
+        try:
+            transport = await asyncio.to_thread(open_named, name)
+        except (ConfigError, TransferError) as exc:
+            if settings.kv_transport != "auto":
+                raise ConfigError(f"KV transport {name!r} cannot be opened: {exc}") from exc
+            logger.warning("cannot open the KV transport %s, using the others: %s", name, exc)
+            continue
+        stack.callback(transport.close)
+        for fd in transport.fds():
+            waker.watch(fd)
+            stack.callback(waker.unwatch, fd)
+        transports[name] = transport
+    return transports
 
 
 def capture_moves(mover: BlockMover, buffers: list[torch.Tensor]) -> None:

@@ -15,6 +15,7 @@ from pagewire.shared.base.open_files import raise_open_file_limit
 from pagewire.shared.control.protocol import Role
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.worker.compose import make_service
+from pagewire.shared.worker.kv import OpenTransport, open_transport
 from pagewire.shared.worker.runtime import WorkerRuntime
 from pagewire.shared.worker.service import WorkerService
 
@@ -27,6 +28,7 @@ def run_worker(
     settings: WorkerSettings,
     role: Role,
     make_service: Callable[[WorkerRuntime], WorkerService] = make_service,
+    open_transport: OpenTransport = open_transport,
 ) -> int:
     """Run a worker in this process until a signal ends it; returns the exit code.
 
@@ -34,6 +36,7 @@ def run_worker(
         settings: of the worker.
         role: what it prefers to do.
         make_service: composes its service.
+        open_transport: opens its KV transports.
 
     Raises:
         ConfigError: this machine does not have what the settings ask for.
@@ -44,7 +47,7 @@ def run_worker(
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
 
     async def main() -> int:
-        runtime = WorkerRuntime(settings, role)
+        runtime = WorkerRuntime(settings, role, open_transport)
         code = await runtime.run(make_service)
         if runtime.engine.is_running():
             # The interpreter's end would pull the ground from under the thread, which then crashes.

@@ -40,20 +40,19 @@ from pagewire.shared.metrics.server import MetricsServer
 from pagewire.shared.model.source import default_served_name, served_names
 from pagewire.shared.settings.config import WorkerSettings
 from pagewire.shared.transfer.endpoint.kv_endpoint import KvEndpoint
-from pagewire.shared.transfer.endpoint.sockets import KvSockets
 from pagewire.shared.worker.crash_watch import CrashWatch
 from pagewire.shared.worker.engine_handle import EngineHandle
 from pagewire.shared.worker.engine_loss import log_loss, notify_peers
 from pagewire.shared.worker.engine_watch import EngineWatch
 from pagewire.shared.worker.fault_metrics import WorkerFaults
 from pagewire.shared.worker.identity import WorkerIdentity
-from pagewire.shared.worker.kv import capture_moves, open_endpoint, open_staging
+from pagewire.shared.worker.kv import OpenTransport, open_endpoint, open_transport
 from pagewire.shared.worker.kv_metrics import KvCollector, links_of
 from pagewire.shared.worker.lifetime import WorkerLifetime
 from pagewire.shared.worker.metrics import EngineCollector, load_of
 from pagewire.shared.worker.service import WorkerService
 from pagewire.shared.worker.service_gate import ServiceGate
-from pagewire.shared.worker.staging_size import device_memory, staging_bytes, staging_slot_bytes
+from pagewire.shared.worker.staging_size import staging_bytes
 from pagewire.shared.worker.step_record import StepRecord
 from pagewire.shared.worker.tasks import TaskSet
 
@@ -87,9 +86,10 @@ class WorkerRuntime:
     crash_reports: CrashReports
     lifetime: WorkerLifetime
 
-    def __init__(self, settings: WorkerSettings, role: Role) -> None:
-        self.settings = settings
-        self.role = role
+    def __init__(
+        self, settings: WorkerSettings, role: Role, open_transport: OpenTransport = open_transport
+    ) -> None:
+        self.settings, self.role, self._open_transport = settings, role, open_transport
         self.worker_id = settings.worker_id
         self.epoch = 0
         self.keys = ClusterKeys.derive(settings.cluster_secret.get_secret_value())
@@ -198,7 +198,17 @@ class WorkerRuntime:
         built, settings, waker = self.built, self.settings, Waker()
         self._step_record = StepRecord(self._names_of)
         stack.callback(self._step_record.close)
-        await self._open_kv(waker, stack)
+        self.kv = await open_endpoint(
+            stack,
+            settings,
+            built,
+            self.keys,
+            waker,
+            self._advertised,
+            self.gate.on_kv_event,
+            self._open_transport,
+        )
+        self.metrics_registry.register(KvCollector(self.kv))
         self.engine = EngineThread(
             built.make_core(self.kv, on_step_change=self._step_record.write),
             self.gate.on_outputs,
@@ -254,26 +264,6 @@ class WorkerRuntime:
             other_memory=partial(staging_bytes, self.settings),
             learns_prices=True,
         )
-
-    async def _open_kv(self, waker: Waker, stack: contextlib.AsyncExitStack) -> None:
-        settings = self.settings
-        layout, device = self.built.layout, self.built.device
-        slot_bytes = staging_slot_bytes(settings, layout, device_memory(device))
-        staging, moves = open_staging(self.built, settings.staging_slots, slot_bytes)
-        self.kv = await open_endpoint(
-            stack,
-            settings,
-            self.built,
-            moves,
-            waker,
-            KvSockets(self.keys, slot_bytes, settings.transfer_timeout_s),
-            staging,
-            self._advertised,
-            self.gate.on_kv_event,
-        )
-        if settings.cuda_graphs:
-            await asyncio.to_thread(capture_moves, self.built.runner.mover, staging.buffers)
-        self.metrics_registry.register(KvCollector(self.kv))
 
     async def _open_sockets(self, stack: contextlib.AsyncExitStack) -> None:
         settings = self.settings

@@ -45,7 +45,7 @@ from pagewire.shared.transfer.transports.base import (
 )
 from pagewire.shared.transfer.transports.ipc import IpcTransport
 from pagewire.shared.worker import kv, runtime
-from pagewire.shared.worker.kv import open_endpoint, open_transport
+from pagewire.shared.worker.kv import open_endpoint, open_staging, open_transport
 from pagewire.tests.support.fault_board import FaultBoard, Points, Segment
 from pagewire.tests.support.memory_transport import MemoryTransport, make_mapped_staging
 from pagewire.tests.support.own_workers import use_program
@@ -104,6 +104,7 @@ class WatchedOutbound:
 class WatchedSocket:
     def __init__(self, socket: LinkSocket, receiver: int, points: Points) -> None:
         self._socket, self._receiver, self._points = socket, receiver, points
+        self.peer = socket.peer
 
     def post(self, segment: messages.Segment, body: memoryview | None = None) -> Pending:
         where = Segment(os.getpid(), self._receiver, segment.credit)
@@ -224,13 +225,15 @@ def watch_worker(points: Points, directory: Path) -> None:
             transport = open_transport(name, staging, moves, host)
         return WatchedTransport(transport, points)
 
-    async def open_watched_endpoint(
-        stack: Any, settings: Any, built: Any, moves: BlockMoves, *rest: Any
-    ) -> KvEndpoint:
-        return await open_endpoint(stack, settings, built, WatchedMoves(moves, points), *rest)
+    async def open_watched_endpoint(*parts: Any) -> KvEndpoint:
+        return await open_endpoint(*(*parts[:-1], open_watched))
+
+    def open_watched_staging(*sizes: Any) -> tuple[Staging, WatchedMoves]:
+        staging, moves = open_staging(*sizes)
+        return staging, WatchedMoves(moves, points)
 
     WatchedSender.points = WatchedReceiver.points = points
-    vars(kv).update(open_transport=open_watched)
+    vars(kv).update(open_staging=open_watched_staging)
     vars(kv_endpoint).update(KvSender=WatchedSender, KvReceiver=WatchedReceiver)
     vars(runtime).update(open_endpoint=open_watched_endpoint)
     if in_memory:

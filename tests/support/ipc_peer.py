@@ -25,6 +25,8 @@ MAX_COPY_S = 30.0
 class Announced:
     """Keeps the announcements of a link, in place of a socket."""
 
+    peer = "the other process"
+
     def __init__(self) -> None:
         self.segments: list[Segment] = []
 

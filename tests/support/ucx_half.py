@@ -115,6 +115,8 @@ def _payload(link: int, use: int, nbytes: int) -> torch.Tensor:
 class Silent:
     """Ignores announcements: the test sends them to the other process."""
 
+    peer = "the other process"
+
     def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
         return DONE
 

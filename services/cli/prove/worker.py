@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -20,14 +21,13 @@ from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.options import DECODE_ONLY, options_of, with_settings
 from pagewire.services.cli.prove.orders import Claim, Orders
 from pagewire.shared.engine.execution.block_mover import PendingMove
+from pagewire.shared.engine.execution.executor import BlockMoves
 from pagewire.shared.settings.config import WorkerSettings, load_settings
-from pagewire.shared.transfer.endpoint.sender import KvSender
 from pagewire.shared.transfer.messages import TEST_JOB, Segment
+from pagewire.shared.transfer.staging import Staging
 from pagewire.shared.transfer.transports.base import LinkSocket, Outbound, Pending, Transport
-from pagewire.shared.worker.compose import make_service
+from pagewire.shared.worker.kv import open_transport
 from pagewire.shared.worker.process import run_worker
-from pagewire.shared.worker.runtime import WorkerRuntime
-from pagewire.shared.worker.service import WorkerService
 
 SIGN_BYTE = 3  # the byte of each 4 with sign and most of the exponent, for floats of 2 or 4 bytes
 
@@ -35,9 +35,10 @@ SIGN_BYTE = 3  # the byte of each 4 with sign and most of the exponent, for floa
 class _DisturbedOutbound(Outbound):
     """The sender's half of a link, which carries out orders before it sends a segment."""
 
-    def __init__(self, outbound: Outbound, sender: KvSender, orders: Orders, worker: str) -> None:
-        self._outbound, self._sender = outbound, sender
-        self._orders, self._worker = orders, worker
+    def __init__(
+        self, outbound: Outbound, disturb: Callable[[Segment, int], PendingMove | None]
+    ) -> None:
+        self._outbound, self._disturb = outbound, disturb
 
     @property
     def reply(self) -> bytes:
@@ -47,15 +48,7 @@ class _DisturbedOutbound(Outbound):
     def send(self, segment: Segment, slot: int, packed: PendingMove) -> Pending:
         """Send a segment whose checksums have been computed, perhaps with a wrong byte."""
         if segment.job != TEST_JOB:
-            links = self._sender.links
-            peer = next(link.peer for link in links if link.outbound is self)
-            claim = Claim(self._worker, peer, segment.nbytes)
-            if self._orders.take("kill", claim):
-                os.kill(os.getpid(), signal.SIGKILL)
-            if self._orders.take("flip", claim):
-                index = segment.nbytes // 8 | SIGN_BYTE
-                byte = self._sender.staging.buffers[slot][index : index + 1]
-                packed = self._sender.moves.queue(byte.bitwise_not_)
+            packed = self._disturb(segment, slot) or packed
         return self._outbound.send(segment, slot, packed)
 
     def close(self) -> None:
@@ -66,26 +59,38 @@ class _DisturbedOutbound(Outbound):
 class _DisturbedTransport:
     """A transport whose links to receivers carry out orders; all else is the usual one's."""
 
-    def __init__(self, transport: Transport, sender: KvSender, orders: Orders, worker: str) -> None:
-        self._transport = transport
-        self._disturbed = partial(_DisturbedOutbound, sender=sender, orders=orders, worker=worker)
+    def __init__(
+        self, transport: Transport, staging: Staging, moves: BlockMoves, orders: Orders, worker: str
+    ) -> None:
+        self._transport, self._staging, self._moves = transport, staging, moves
+        self._orders, self._worker = orders, worker
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
     def outbound(self, link: int, offer: bytes, socket: LinkSocket) -> Outbound:
         """Return the sender's half of a link."""
-        return self._disturbed(self._transport.outbound(link, offer, socket))
+        outbound = self._transport.outbound(link, offer, socket)
+        return _DisturbedOutbound(outbound, partial(self._disturb, socket.peer))
+
+    def _disturb(self, receiver: str, segment: Segment, slot: int) -> PendingMove | None:
+        """Carry out orders; return the move that flips a byte of the segment, if any."""
+        claim = Claim(self._worker, receiver, segment.nbytes)
+        if self._orders.take("kill", claim):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._orders.take("flip", claim):
+            return None
+        index = segment.nbytes // 8 | SIGN_BYTE
+        byte = self._staging.buffers[slot][index : index + 1]
+        return self._moves.queue(byte.bitwise_not_)
 
 
-def make_disturbed(runtime: WorkerRuntime, orders: Orders) -> WorkerService:
-    """Compose the prefill service of a worker that carries out orders."""
-    service, sender = make_service(runtime), runtime.kv.sender
-    sender.transports = {
-        name: cast(Transport, _DisturbedTransport(transport, sender, orders, runtime.worker_id))
-        for name, transport in sender.transports.items()
-    }
-    return service
+def open_disturbed(
+    orders: Orders, worker: str, name: str, staging: Staging, moves: BlockMoves, host: str
+) -> Transport:
+    """Open a transport of a worker that carries out orders; see `open_transport`."""
+    transport = open_transport(name, staging, moves, host)
+    return cast(Transport, _DisturbedTransport(transport, staging, moves, orders, worker))
 
 
 @with_settings(WorkerSettings, omit=DECODE_ONLY)
@@ -96,8 +101,8 @@ def worker(
     """Run a prefill worker that carries out orders."""
     with one_line_errors():
         settings = load_settings(WorkerSettings, options_of(WorkerSettings, ctx.params))
-        make = partial(make_disturbed, orders=Orders(orders))
-        raise typer.Exit(run_worker(settings, "prefill", make))
+        opener = partial(open_disturbed, Orders(orders), settings.worker_id)
+        raise typer.Exit(run_worker(settings, "prefill", open_transport=opener))
 
 
 if __name__ == "__main__":

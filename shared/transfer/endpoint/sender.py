@@ -87,7 +87,7 @@ class KvSender(KvHalf[SenderLink]):
                 f"a staging slot of {side} has {slot_bytes} bytes, and a block between the two "
                 f"workers takes {smallest}: raise PAGEWIRE_STAGING_SLOT_BYTES there"
             )
-        socket = SenderSocket(self.sockets, hello.endpoint, hello.token)
+        socket = SenderSocket(self.sockets, hello.endpoint, hello.token, hello.worker_id)
         try:
             name, outbound = choose_transport(hello, self.transports, socket)
         except BaseException:  # whatever a transport raises

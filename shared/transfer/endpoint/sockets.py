@@ -155,10 +155,12 @@ class SenderSocket(_Socket):
     Args:
         sockets: the endpoint's.
         endpoint, token: see `KvSockets.connect`.
+        peer: name of the receiver.
     """
 
-    def __init__(self, sockets: KvSockets, endpoint: str, token: bytes) -> None:
+    def __init__(self, sockets: KvSockets, endpoint: str, token: bytes, peer: str) -> None:
         super().__init__(sockets.connect(endpoint, token))
+        self.peer = peer
         self._connect = partial(sockets.connect, endpoint, token + _PAYLOADS)
         self._payloads: zmq.Socket[bytes] | None = None  # from the first payload on
 

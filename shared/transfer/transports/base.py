@@ -124,7 +124,13 @@ class Inbound(Protocol):
 
 
 class LinkSocket(Protocol):
-    """What an `Outbound` announces segments over."""
+    """What an `Outbound` announces segments over.
+
+    Attributes:
+        peer: name of the receiver.
+    """
+
+    peer: str
 
     def post(self, segment: Segment, body: memoryview | None = None) -> Pending:
         """Send an announcement and, with it, bytes that stay untouched until the result ends.

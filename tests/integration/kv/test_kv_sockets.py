@@ -27,7 +27,7 @@ def test_a_first_token_does_not_wait_for_the_payloads_before_it() -> None:
     async def scenario() -> list[ToReceiver]:
         sockets = KvSockets(ClusterKeys.derive("secret"), len(PAYLOAD))
         receiver = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
-        sender = SenderSocket(sockets, receiver.endpoint, TOKEN)
+        sender = SenderSocket(sockets, receiver.endpoint, TOKEN, "receiver")
         for use in range(4):
             sender.post(segment_of(use), memoryview(PAYLOAD))
         sender.post(done)

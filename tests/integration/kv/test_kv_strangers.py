@@ -108,7 +108,7 @@ def test_only_the_cluster_gets_anything_in(key: str) -> None:
         others = KvSockets(keys, 1000)
         socket = ReceiverSocket(sockets, "127.0.0.1", "127.0.0.1")
         token = secrets.token_bytes(16)
-        sender = SenderSocket(others, socket.endpoint, token)
+        sender = SenderSocket(others, socket.endpoint, token, "receiver")
         sender.post(OPEN)
         if key == "the cluster's":
             await eventually(socket.poll)
