@@ -31,9 +31,9 @@ class Admission:
 
         Args:
             decision: the step so far, in which the changes are noted.
-            is_full: the step can compute nothing more. Then the first one that a prefill worker
-                computes is admitted: the sooner that begins, the better for both workers. It
-                leaves what the first of the queue needs.
+            is_full: the step can compute nothing more. Then the first sequence whose prompt a
+                prefill worker computes is admitted, since that worker can begin now. If it is not
+                the first of the queue, it leaves what that one needs.
 
         Returns:
             The sequence, which runs or is reserved; None if none could be admitted.
@@ -59,6 +59,8 @@ class Admission:
         is_remote = sequence.remote_prefill and (
             len(sequence.token_ids) - num_cached > self._local_tokens(sequence)
         )
+        if is_full and not is_remote:
+            return None  # most of it is cached: it would be computed here, before the first ones
         missing, later = self._count_blocks(sequence, tables, is_remote)
         reserve = limits.watermark_blocks if table.running or table.reserved else 0
         pool, cached = blocks.pool, [block for each in tables for block in each.held]

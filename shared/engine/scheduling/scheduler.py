@@ -212,7 +212,7 @@ class Scheduler:
             if admitted is None:
                 break
             if admitted.status is RequestStatus.RUNNING:
-                added = 0 if is_full else self._add_tokens(admitted, budget, decision)
+                added = self._add_tokens(admitted, budget, decision)
                 if added == 0:
                     decision.prepared.append(admitted)
                     is_full = not (admitted.strikes and self._suspects.must_wait)

@@ -298,6 +298,22 @@ def test_prompts_of_prefill_workers_pass_those_that_wait_for_a_step(
     assert [each.token_ids[each.num_prompt_tokens :] for each in sequences] == expected
 
 
+def test_prompts_that_turn_out_to_be_cached_do_not_pass_those_that_wait_for_a_step() -> None:
+    core, _ = make_core(
+        num_blocks=64, max_num_batched_tokens=8, max_num_seqs=8, local_prefill_tokens=8
+    )
+    core.sequences.add(make_sequence("known", [0] * 24, max_tokens=1))
+    drain(core)
+    core.sequences.add(make_sequence("first", [1] * 40))
+    core.sequences.add(make_sequence("second", [2] * 20, max_tokens=1))
+    for number in range(20):  # a step's tokens each
+        prompt = [0] * 24 + [number] * 8
+        core.sequences.add(make_sequence(f"{number}", prompt, max_tokens=1, remote_prefill=True))
+    step(core)
+    assert running(core) == ["first"]
+    assert list(drain(core))[:2] == ["first", "second"]
+
+
 def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     core, _ = make_core(block_size=4, local_prefill_tokens=4)
     core.sequences.add(make_sequence("a", [1] * 13))
