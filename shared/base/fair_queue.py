@@ -65,6 +65,15 @@ class FairQueue(Generic[OwnerT, ItemT]):
         """Return how many turns of an owner have not ended."""
         return self._turns[owner]
 
+    def has_share_left(self, owner: OwnerT, num_turns: int) -> bool:
+        """Whether an owner has fewer turns than if all owners that wait shared the turns equally.
+
+        Args:
+            owner: one that waits.
+            num_turns: how many turns of all owners may go on at once.
+        """
+        return self._turns[owner] * len(self._lines) < num_turns
+
     def push(self, owner: OwnerT, item: ItemT) -> None:
         """Put an item at the end of its owner's line, unless it waits there already.
 

@@ -33,7 +33,8 @@ class Admission:
             decision: the step so far, in which the changes are noted.
             is_full: the step can compute nothing more. Then the first sequence whose prompt a
                 prefill worker computes is admitted, since that worker can begin now. If it is not
-                the first of the queue, it leaves what that one needs.
+                the first of the queue, it leaves what that one needs, and its owner takes no more
+                than an equal share of the device slots.
 
         Returns:
             The sequence, which runs or is reserved; None if none could be admitted.
@@ -45,8 +46,9 @@ class Admission:
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
         first = next(iter(table.waiting))
-        passes = is_full and sequence is not first
-        if passes and len(table.free_slots) < 2:
+        passes, num_free = is_full and sequence is not first, len(table.free_slots)
+        owner, num_slots = sequence.spec.owner, num_free + len(table.running) + len(table.reserved)
+        if passes and not (num_free > 1 and table.waiting.has_share_left(owner, num_slots)):
             return None
         if not table.free_slots:
             self._make_way(sequence, 0, decision)

@@ -55,6 +55,22 @@ def test_free_turns_go_to_the_owner_with_the_fewest() -> None:
     assert queue.pop() == ("b", 3)
 
 
+def test_owners_that_wait_have_equal_shares() -> None:
+    queue = make()
+    for item in range(5):
+        queue.push("a", item)
+    queue.begin_turn("c")  # of which nothing waits
+    shares = []
+    for _ in range(4):
+        shares.append(queue.has_share_left("a", 4))
+        queue.pop()
+    assert shares == [True] * 4
+    assert not queue.has_share_left("a", 4)
+    queue.push("b", 1)
+    assert queue.has_share_left("b", 4)
+    assert queue.has_share_left("a", 9) and not queue.has_share_left("a", 8)
+
+
 def test_an_item_leaves_the_line_of_its_owner_alone() -> None:
     queue = make()
     for owner in ("a", "b"):

@@ -314,6 +314,17 @@ def test_prompts_that_turn_out_to_be_cached_do_not_pass_those_that_wait_for_a_st
     assert list(drain(core))[:2] == ["first", "second"]
 
 
+def test_prompts_of_prefill_workers_leave_other_owners_their_share_of_device_slots() -> None:
+    core, _ = make_core(num_blocks=256, block_size=4, max_num_batched_tokens=8, max_num_seqs=8)
+    for number in range(8):
+        core.sequences.add(make_sequence(f"a{number}", [number] * 40, owner="a"))
+        remote = make_sequence(f"b{number}", [number] * 40, owner="b", remote_prefill=True)
+        core.sequences.add(remote)
+    step(core)
+    assert running(core) == ["a0"]
+    assert list(core.scheduler.table.reserved) == ["b0", "b1", "b2", "b3"]
+
+
 def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     core, _ = make_core(block_size=4, local_prefill_tokens=4)
     core.sequences.add(make_sequence("a", [1] * 13))
