@@ -6,6 +6,7 @@ chunks are mostly those of the step before.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterable
@@ -43,11 +44,14 @@ class StepRecord:
         self._recorded: DecodeRows | None = None
         self._length = _NO_STEP
         try:
-            self.fd = os.memfd_create("pagewire-step")
-            os.truncate(self.fd, MEMORY_BYTES)
-            self._memory = mmap.mmap(self.fd, MEMORY_BYTES)
+            with contextlib.ExitStack() as stack:
+                self.fd = os.memfd_create("pagewire-step")
+                stack.callback(os.close, self.fd)
+                os.truncate(self.fd, MEMORY_BYTES)
+                self._memory = mmap.mmap(self.fd, MEMORY_BYTES)
+                stack.pop_all()  # `close` closes it
         except OSError as exc:
-            raise ConfigError(f"there is no memory for the crash reporter: {exc}") from exc
+            raise ConfigError(f"no memory to share with the crash reporter: {exc}") from exc
 
     def write(self, step: RunningStep | None) -> None:
         """Record which step runs; None if none does. Called in the engine's thread."""

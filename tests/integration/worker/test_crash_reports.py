@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import mmap
+import os
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from pagewire.shared.base.errors import ConfigError
 from pagewire.shared.cluster.crash_reports import CrashReport, CrashReports
 from pagewire.shared.cluster.redis_client import connect_redis
 from pagewire.shared.worker.crash_reporter import MEMORY_BYTES, read_summary
+from pagewire.shared.worker.step_record import StepRecord
 from pagewire.tests.support.aio import run_async
 from pagewire.tests.support.crashing_worker import EPOCH, PROMPT_TOKENS, SECRET, WORKER_ID
 from pagewire.tests.support.redis_server import RedisServer
@@ -69,6 +73,24 @@ def test_all_rows_of_a_step_without_prompts_are_suspected(redis_server: RedisSer
     report, _ = report_after("rows", redis_server)
     assert report is not None
     assert report.suspects == ["job-b", "job-c"]
+
+
+def lowest_free_fd() -> int:
+    lowest = os.dup(0)
+    os.close(lowest)
+    return lowest
+
+
+def test_a_record_that_finds_too_few_file_descriptors_leaves_none_open() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = lowest_free_fd()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 1, hard))  # it needs two
+    try:
+        with pytest.raises(ConfigError, match=r"crash reporter.*Too many open files"):
+            StepRecord(lambda _sequence: [])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert lowest_free_fd() == lowest
 
 
 @pytest.mark.parametrize("way", ["kill", "exit", "disarmed"])
