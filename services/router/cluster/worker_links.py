@@ -66,7 +66,8 @@ class WorkerLink:
     request's tokens of several steps are joined to one output.
 
     Args:
-        make_client: makes the connection's client, with what gets its messages and its loss.
+        make_client: makes the client of the connection to the worker. Called once, with a function
+            that handles each message and one that handles the loss of the connection.
     """
 
     def __init__(

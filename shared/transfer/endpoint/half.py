@@ -45,7 +45,7 @@ class KvHalf(ABC, Generic[LinkT]):
     """One half of a KV endpoint; `KvEndpoint` calls it before and after each launch.
 
     Attributes:
-        sequences: of the engine; they are looked up, and activated or freed.
+        sequences: the engine's live sequences, which this half looks up, activates or frees.
         moves: packs and unpacks the engine's blocks.
         staging: the staging slots for payloads.
         layout: of the blocks.

@@ -62,7 +62,7 @@ class ReceiverJobs:
     """The jobs for all reserved sequences of an engine.
 
     Attributes:
-        sequences: of the engine; they are looked up and activated.
+        sequences: the engine's live sequences, which jobs look up and activate.
         layout: of the blocks.
         clock: returns a time in seconds.
     """
