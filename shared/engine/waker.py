@@ -60,8 +60,9 @@ class Waker:
                 os.read(self._read, _DRAIN_BYTES)
 
     def close(self) -> None:
-        """Free its resources; no thread may be waiting."""
-        self._is_closed = True
-        self._selector.close()
-        os.close(self._read)
-        os.close(self._write)
+        """Free its resources; no thread may be waiting. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._selector.close()
+            os.close(self._read)
+            os.close(self._write)

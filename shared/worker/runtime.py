@@ -196,6 +196,7 @@ class WorkerRuntime:
 
     async def _open_engine(self, stack: contextlib.AsyncExitStack) -> None:
         built, settings, waker = self.built, self.settings, Waker()
+        stack.callback(waker.close)  # should the engine's thread never start
         self._step_record = StepRecord(self._names_of)
         stack.callback(self._step_record.close)
         self.kv = await open_endpoint(

@@ -138,12 +138,20 @@ def test_the_default_slot_holds_whole_blocks(block_bytes: int, num_layers: int) 
     assert 1 <= blocks <= MAX_BLOCKS_PER_SLOT
 
 
+def num_selectors() -> int:
+    """Return how many objects of epoll(7) this process has open."""
+    with os.scandir("/proc/self/fd") as entries:
+        return [os.readlink(entry.path) for entry in entries].count("anon_inode:[eventpoll]")
+
+
 def test_a_worker_refuses_slots_that_hold_no_block(redis_server: RedisServer) -> None:
     async def scenario() -> None:
         settings = settings_at(redis_server, staging_slot_bytes=100)
         runtime = WorkerRuntime(settings, "prefill")
+        before = num_selectors()
         with pytest.raises(ConfigError, match="PAGEWIRE_STAGING_SLOT_BYTES"):
             await runtime.run(busy(die))
+        assert num_selectors() == before, "the engine's waker is still open"
 
     run_async(scenario())
 
