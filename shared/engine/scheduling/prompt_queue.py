@@ -26,9 +26,12 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         self._num_remote = 0
 
     def remote(self) -> Iterator[Sequence]:
-        """Yield those whose prompts another worker computes, in the order of the queue."""
+        """Yield those whose prompts another worker computes, in the order of the queue.
+
+        Suspects are left out: only one is admitted at a time, and none may pass another one.
+        """
         if self._num_remote:
-            yield from (sequence for sequence in self if sequence.remote_prefill)
+            yield from (each for each in self if each.remote_prefill and not each.strikes)
 
     def push(self, owner: str | None, item: Sequence) -> None:
         """Put a sequence at the end of its owner's line, unless it waits there already."""

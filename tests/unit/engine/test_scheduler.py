@@ -325,6 +325,19 @@ def test_prompts_of_prefill_workers_leave_other_owners_their_share_of_device_slo
     assert list(core.scheduler.table.reserved) == ["b0", "b1", "b2", "b3"]
 
 
+def test_a_suspected_prompt_of_a_prefill_worker_does_not_pass_another_suspect() -> None:
+    core, _ = make_core(num_blocks=64, block_size=4, max_num_batched_tokens=8, max_num_seqs=8)
+    core.sequences.add(make_sequence("first", [1] * 40, max_tokens=1))
+    suspect = make_sequence("suspect", [2] * 20, max_tokens=1)
+    passes = make_sequence("passes", [3] * 20, remote_prefill=True)
+    suspect.strikes = passes.strikes = 1
+    core.sequences.add(suspect)
+    core.sequences.add(passes)
+    step(core, 20)  # no KV arrives
+    assert suspect.is_finished
+    assert list(core.scheduler.table.reserved) == ["passes"]
+
+
 def test_short_rest_of_a_prompt_is_not_sent_away() -> None:
     core, _ = make_core(block_size=4, local_prefill_tokens=4)
     core.sequences.add(make_sequence("a", [1] * 13))
