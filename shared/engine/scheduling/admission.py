@@ -46,9 +46,8 @@ class Admission:
         if sequence.num_late_tokens > 0:
             return None  # it was preempted while a step ran; that step's token is not known yet
         first = next(iter(table.waiting))
-        passes, num_free = is_full and sequence is not first, len(table.free_slots)
-        owner, num_slots = sequence.spec.owner, num_free + len(table.running) + len(table.reserved)
-        if passes and not (num_free > 1 and table.waiting.has_share_left(owner, num_slots)):
+        passes = is_full and sequence is not first
+        if passes and not self._may_take_slot(sequence.spec.owner):
             return None
         if not table.free_slots:
             self._make_way(sequence, 0, decision)
@@ -73,19 +72,30 @@ class Admission:
                 self._make_way(sequence, sum(missing) + later, decision)
             return None
         pool.acquire(cached)
+        sequence.remote_prefill, sequence.num_computed_tokens = is_remote, num_cached
+        self._take_in(sequence, tables, missing, decision)
+        return sequence
+
+    def _may_take_slot(self, owner: str | None) -> bool:
+        """Whether an owner may take a device slot before the first of the queue has one."""
+        table = self.table
+        num_slots = len(table.free_slots) + len(table.running) + len(table.reserved)
+        return len(table.free_slots) > 1 and table.waiting.has_share_left(owner, num_slots)
+
+    def _take_in(
+        self, sequence: Sequence, tables: list[BlockTable], missing: list[int], decision: Schedule
+    ) -> None:
+        """Give a sequence its tables, the blocks that they lack, and a device slot."""
         sequence.tables = tables  # before anything can fail, so that they are released in any case
         for each, count in zip(tables, missing, strict=True):
-            each.block_ids += pool.allocate(count)
+            each.block_ids += self.table.blocks.pool.allocate(count)
         self.suspects.admit(sequence)
-        sequence.remote_prefill = is_remote
-        sequence.num_computed_tokens = num_cached
         if sequence.num_cached_tokens is None:
-            sequence.num_cached_tokens = num_cached
+            sequence.num_cached_tokens = sequence.num_computed_tokens
             decision.admitted.append(sequence)
-        table.admit(sequence)
+        self.table.admit(sequence)
         if sequence.status is RequestStatus.RESERVED:
             decision.reserved.append(sequence)
-        return sequence
 
     def _local_tokens(self, sequence: Sequence) -> int:
         """Return how many tokens are computed here rather than by a prefill worker."""

@@ -48,7 +48,7 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         super().remove(owner, item)
         count, work = self._counted.pop(item, (0, NOTHING))
         self.num_tokens -= count
-        self._num_remote -= count > work.tokens
+        self._num_remote -= count > work.tokens  # its prompt is not part of the work
         self.work = self.work.minus(work)
 
     def _count(self, sequence: Sequence) -> None:
