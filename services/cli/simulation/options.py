@@ -49,8 +49,8 @@ _TTFT = "Promise: the first token within this many ms."
 _ITL = "Promise: a mean time between an answer's tokens of up to this many ms."
 _GAP = "Promise: 99 % of the times between an answer's tokens up to this many ms."
 _KEEP = (
-    "Workers have nine tenths of --slo-gap or, without it, 97.5 % of --slo-itl as their slo_gap_s: "
-    "predictions err a little."
+    "Workers have nine tenths of --slo-gap or, without it, 97.5 % of --slo-itl as their slo_gap_s "
+    "(predictions err a little); with --no-keep-gap none.  [default: where one is promised]"
 )
 AsJson = Annotated[bool, _goal("--json", help="Print JSON, with all figures.")]
 
@@ -70,7 +70,7 @@ def _options(
     output_tokens: bench_options.OutputTokens = "256",
     shared_prefix: bench_options.SharedPrefix = 0,
     machine: Annotated[str, _cluster(metavar="NAME", help=_MACHINE)] = "h200-llama-3.1-8b",
-    policy: Annotated[Policy, _cluster(help="How routers place requests.")] = "prefix",
+    policy: Annotated[Policy, _cluster(help="How routers place requests.")] = "predicted",
     routers: Annotated[
         int, _cluster(min=1, max=64, help="Routers; requests go to each in turn.")
     ] = 1,
@@ -85,7 +85,7 @@ def _options(
     slo_ttft: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_TTFT)] = None,
     slo_itl: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_ITL)] = None,
     slo_gap: Annotated[float | None, _goal(min=0.0, metavar="MS", help=_GAP)] = None,
-    keep_gap: Annotated[bool, _goal(help=_KEEP)] = False,
+    keep_gap: Annotated[bool | None, _goal("--keep-gap/--no-keep-gap", help=_KEEP)] = None,
 ) -> None:
     """Hold the options that `with_load` reads from this signature; nobody calls it."""
 
@@ -171,10 +171,11 @@ def _worker_gap_s(params: Mapping[str, Any]) -> float:
     Raises:
         ConfigError: they are to keep a gap that nothing promises.
     """
-    if not params["keep_gap"]:
-        return math.inf
-    if params["slo_gap"] is None and params["slo_itl"] is None:
+    is_promised = params["slo_gap"] is not None or params["slo_itl"] is not None
+    if params["keep_gap"] and not is_promised:
         raise ConfigError("--keep-gap needs --slo-gap or --slo-itl")
+    if not is_promised or params["keep_gap"] is False:
+        return math.inf
     return promise_of(params).objective_s
 
 

@@ -48,12 +48,14 @@ class GpuDivision:
     Attributes:
         local: prompt tokens that a decode worker computes itself.
         factor: how many times the load it carries; None: this was not looked for.
+        slo_gap_s: the workers' objective for gaps.
     """
 
     plan: ClusterPlan
     local: int
     summary: SimulationSummary
     factor: float | None = None
+    slo_gap_s: float = math.inf
 
     @property
     def rank(self) -> tuple[float, float, float]:
@@ -111,7 +113,8 @@ class TrialLoad:
 
     def run(self, plan: ClusterPlan, limits: WorkerLimits) -> GpuDivision:
         """Return how a division of the GPUs does."""
-        choice = GpuDivision(plan, limits.local_prefill_tokens, self._simulate(plan, limits, 1.0))
+        summary, gap_s = self._simulate(plan, limits, 1.0), limits.slo_gap_s
+        choice = GpuDivision(plan, limits.local_prefill_tokens, summary, slo_gap_s=gap_s)
         if not self.finds_capacity:
             return choice
 
@@ -163,12 +166,14 @@ def _label(choice: GpuDivision, has_locals: bool) -> str:
 
 def verdict(best: GpuDivision) -> str:
     """Return in words what to do."""
-    share = best.summary.kept_share
+    share, label = best.summary.kept_share, best.plan.label
+    if best.slo_gap_s < math.inf:
+        label += f" with --slo-gap-s {best.slo_gap_s:g}"
     if share >= KEPT_SHARE:
-        return f"Take {best.plan.label}: {share:.1%} of the requests get what they are promised."
+        return f"Take {label}: {share:.1%} of the requests get what they are promised."
     return (
         f"No division keeps the promise for {KEPT_SHARE:.0%} of the requests. "
-        f"{best.plan.label} keeps it for {share:.1%}: use more GPUs, or promise less."
+        f"{label} keeps it for {share:.1%}: use more GPUs, or promise less."
     )
 
 

@@ -83,7 +83,8 @@ def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
 
 def test_a_trace_is_simulated_on_several_clusters(tmp_path: Path) -> None:
     file = write(tmp_path / "trace", LINES)
-    done = pagewire("simulate", "--trace", str(file), "--workers", "1p1d, 2", "--json")
+    workers = ("--workers", "1p1d, 2", "--policy", "prefix")
+    done = pagewire("simulate", "--trace", str(file), *workers, "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert list(found) == ["1P1D", "2 aggregated"]
@@ -142,12 +143,13 @@ def best(*arguments: str) -> dict[str, Any]:
     return choice
 
 
-def test_short_gaps_under_long_prompts_need_prefill_workers() -> None:
-    choice = best(
-        "--gpus", "2", "--rate", "3", *LONG_PROMPTS, "--slo-ttft", "900", "--slo-gap", "15"
-    )
-    assert choice["workers"] == "1P1D"
-    assert choice["kept_share"] > 0.9
+def test_short_gaps_under_long_prompts_need_prefill_workers_or_an_objective() -> None:
+    load = ("--gpus", "2", "--rate", "3", *LONG_PROMPTS, "--slo-ttft", "900", "--slo-gap", "15")
+    fixed = best(*load, "--policy", "prefix", "--no-keep-gap")
+    assert fixed["workers"] == "1P1D"
+    assert fixed["kept_share"] > 0.9
+    assert best(*load)["kept_share"] > 0.9 > best(*load, "--no-keep-gap")["kept_share"]
+    assert "with --slo-gap-s 0.0135: " in pagewire("plan", *load).stdout
 
 
 def test_first_tokens_alone_need_all_workers_for_prompts() -> None:
@@ -157,7 +159,8 @@ def test_first_tokens_alone_need_all_workers_for_prompts() -> None:
 
 def test_the_plan_says_why() -> None:
     load = ("--gpus", "2", "--rate", "6", *LONG_PROMPTS)
-    done = pagewire("plan", *load, "--slo-ttft", "400", "--slo-gap", "15")
+    fixed = ("--policy", "prefix", "--no-keep-gap")
+    done = pagewire("plan", *load, "--slo-ttft", "400", "--slo-gap", "15", *fixed)
     assert "prompts are computed in the same steps as answers" in done.stdout
     assert "prefill workers are busy" in done.stdout
     assert "No division keeps the promise" in done.stdout
@@ -186,7 +189,7 @@ def test_workers_may_try_to_keep_the_promised_gap() -> None:
         found: dict[str, Any] = json.loads(result.stdout)
         return float(found["1 aggregated"]["gap"]["p99"])
 
-    assert longest("--keep-gap") <= 30 < longest()
+    assert longest() == longest("--keep-gap") <= 30 < longest("--no-keep-gap")
 
 
 def test_a_gap_to_keep_must_be_promised() -> None:
