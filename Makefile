@@ -88,7 +88,7 @@ test-clients: $(CLIENTS)/.installed ## Run the tests with client libraries, in a
 	@$(PYTHON) .ci/bootstrap.py redis
 	$(CLIENTS)/bin/pytest -p no:dash $(or $(ARGS),tests/clients tests/client_libraries)
 
-loadtest: $(LOADTEST) ## Compare kinds of clusters under load on this machine (6 minutes); writes a report
+loadtest: $(LOADTEST) ## Compare kinds of clusters under load on this machine (8 minutes); writes a report
 	@$(BIN)/python -P -m pagewire.loadtest.compare $(ARGS)
 
 bench-router: $(LOADTEST) redis ## Count what a router carries on this machine, next to nginx if installed (4 minutes)

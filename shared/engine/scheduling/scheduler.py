@@ -4,10 +4,10 @@ The scheduler is pure: it uses no clocks, sockets or kernels, and it returns its
 than calling anybody.
 
 Owners of sequences take turns, each owner's sequences wait in arrival order. They run in a batch,
-and end. A step is scheduled before the tokens of
-the previous step are known. So a running sequence may have one token in flight: the device has its
-value, the scheduler has already counted it. Deciding and accounting are one: the scheduler takes
-the blocks at once, and `num_computed_tokens` includes what the step will compute.
+and end. A step is scheduled before the tokens of the previous step are known. So a running sequence
+may have one token in flight: the device has its value, the scheduler has already counted it.
+Deciding and accounting are one: the scheduler takes the blocks at once, and `num_computed_tokens`
+includes what the step will compute.
 
 One decision goes in this order: decode rows get the blocks that they lack; sequences with one token
 to compute become decode rows; running prompts get their next chunks; waiting sequences are admitted
