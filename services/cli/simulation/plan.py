@@ -197,8 +197,8 @@ def _cause(choice: GpuDivision, part: str) -> str:
     prefill = max((each for name, each in busy.items() if name.startswith("prefill")), default=0.0)
     decode = max((each for name, each in busy.items() if name.startswith("decode")), default=0.0)
     if part == "ttft":
-        who, share = ("prefill workers", prefill) if choice.plan.prefill else ("workers", decode)
-        return f"{who} are busy {share:.0%} of the time"
+        who, share = ("a prefill worker", prefill) if choice.plan.prefill else ("a worker", decode)
+        return f"{who} is busy {share:.0%} of the time"
     if not choice.plan.prefill:
         return "prompts are computed in the same steps as answers"
-    return f"decode workers have many answers at once (busy {decode:.0%} of the time)"
+    return f"decode workers have many answers at once (one is busy {decode:.0%} of the time)"

@@ -2,9 +2,9 @@
 
     {"timestamp": 27, "input_length": 955, "output_length": 52, "hash_ids": [46, 47]}
 
-`timestamp` is in milliseconds, lengths are in tokens. `hash_ids` are numbers of the prompt's blocks
-of 512 tokens: equal beginnings of two lists are equal prefixes. Without them a prompt
-shares nothing.
+`timestamp` is in milliseconds from any time on, lengths are in tokens. `hash_ids` are numbers of
+the prompt's blocks of 512 tokens: equal beginnings of two lists are equal prefixes. Without them a
+prompt shares nothing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,7 @@ def read_trace(path: Path) -> list[Conversation]:
 
 
 def parse_trace(lines: Iterable[bytes], name: str) -> list[Conversation]:
-    """Return the requests of a trace's lines; empty lines are ignored.
+    """Return the requests of a trace's lines, from the first one's time on; skips empty lines.
 
     Args:
         lines: one JSON object each.
@@ -85,7 +86,7 @@ def parse_trace(lines: Iterable[bytes], name: str) -> list[Conversation]:
         turn = Turn(parts, request.output_length)
         load.append(Conversation(request.timestamp / 1e3, (turn,)))
     load.sort(key=lambda each: each.start_s)
-    return load
+    return [replace(each, start_s=each.start_s - load[0].start_s) for each in load]
 
 
 def _parts(request: TraceLine, number: int) -> tuple[PromptPart, ...] | None:

@@ -35,7 +35,7 @@ def write(path: Path, lines: list[object]) -> Path:
 def test_traces_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
     file = write(tmp_path / "trace.jsonl", LINES)
     load = read_trace(file)
-    assert [each.start_s for each in load] == [0.005, 0.027, 0.0905]
+    assert [each.start_s for each in load] == pytest.approx([0.0, 0.022, 0.0855])
     assert load[1].turns == (Turn((PromptPart(47, 512), PromptPart(48, 88)), 52),)
     assert load[0].turns[0].new == (PromptPart(47, 512),)
     packed = tmp_path / "trace.jsonl.gz"
@@ -162,7 +162,7 @@ def test_the_plan_says_why() -> None:
     fixed = ("--policy", "prefix", "--no-keep-gap")
     done = pagewire("plan", *load, "--slo-ttft", "400", "--slo-gap", "15", *fixed)
     assert "prompts are computed in the same steps as answers" in done.stdout
-    assert "prefill workers are busy" in done.stdout
+    assert "a prefill worker is busy" in done.stdout
     assert "No division keeps the promise" in done.stdout
     assert pagewire("plan", "--gpus", "2", "--rate", "1").exit_code == 2
 
