@@ -33,8 +33,7 @@ class LoadMeter:
     def queued_s(self) -> float:
         """Seconds in which the prompts that wait here are computed, next to the decode rows of now.
 
-        As if nothing of those were cached that have no blocks yet. Those that other workers compute
-        do not count.
+        What is cached of them does not count, nor do those that other workers compute.
         """
         work = self.table.waiting.work
         for each in self.table.prefilling():

@@ -12,10 +12,11 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 class PromptQueue(FairQueue[str | None, Sequence]):
     """Sequences in the lines of their owners, and running totals: nobody walks over all of them.
 
+    Those that await no KV from another worker count without the tokens that `note_cached` named.
+
     Attributes:
         num_tokens: of all sequences, as of the time at which each began to wait.
-        work: to compute the prompts of those that await no KV from another worker, as if nothing
-            were cached.
+        work: to compute the prompts of those that await no KV from another worker.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,19 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         self.num_tokens = 0
         self.work = NOTHING
         self._counted: dict[Sequence, tuple[int, StepWork]] = {}
+        self._unseen: dict[Sequence, None] = {}
         self._num_remote = 0
+
+    @property
+    def unseen(self) -> Sequence | None:
+        """The first sequence of which nobody has noted yet how much is cached."""
+        return next(iter(self._unseen), None)
+
+    def note_cached(self, sequence: Sequence, num_cached: int) -> None:
+        """Count a waiting sequence without tokens that are cached, which need no computing."""
+        del self._unseen[sequence]
+        self._discount(sequence)
+        self._add(sequence, num_cached)
 
     def remote(self) -> Iterator[Sequence]:
         """Yield those whose prompts another worker computes, in the order of the queue.
@@ -46,17 +59,26 @@ class PromptQueue(FairQueue[str | None, Sequence]):
     def remove(self, owner: str | None, item: Sequence) -> None:
         """Take a sequence out of its owner's line; do nothing if it does not wait there."""
         super().remove(owner, item)
-        count, work = self._counted.pop(item, (0, NOTHING))
-        self.num_tokens -= count
-        self._num_remote -= count > work.tokens  # its prompt is not part of the work
-        self.work = self.work.minus(work)
+        self._unseen.pop(item, None)
+        if item in self._counted:
+            self._discount(item)
 
     def _count(self, sequence: Sequence) -> None:
-        if sequence in self._counted:
-            return
-        count = len(sequence.token_ids)
-        work = NOTHING if sequence.remote_prefill else NOTHING.with_chunk(0, count)
+        if sequence not in self._counted:
+            self._add(sequence, 0)
+            if not sequence.remote_prefill:
+                self._unseen[sequence] = None
+
+    def _add(self, sequence: Sequence, num_cached: int) -> None:
+        count = len(sequence.token_ids) - num_cached
+        work = NOTHING if sequence.remote_prefill else NOTHING.with_chunk(num_cached, count)
         self._counted[sequence] = count, work
         self.num_tokens += count
-        self._num_remote += count > work.tokens
+        self._num_remote += count > work.tokens  # its prompt is not part of the work
         self.work = self.work.plus(work)
+
+    def _discount(self, sequence: Sequence) -> None:
+        count, work = self._counted.pop(sequence)
+        self.num_tokens -= count
+        self._num_remote -= count > work.tokens
+        self.work = self.work.minus(work)

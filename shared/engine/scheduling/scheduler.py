@@ -45,6 +45,9 @@ from pagewire.shared.engine.scheduling.suspects import Suspects
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 
+# Once it has hashed as many tokens of waiting prompts, about 1 ms later, a step looks up no more.
+_HASHED_TOKENS = 16384
+
 
 class Scheduler:
     """Decides what the sequences of its table do next.
@@ -121,6 +124,7 @@ class Scheduler:
 
     def _decide(self, decision: Schedule) -> None:
         self._suspects.update()
+        self._count_cached(decision)
         attended = self._attend_rows(decision)
         prefilling = self._enter_rows(decision)
         budget = self.limits.max_num_batched_tokens - len(self._rows)
@@ -134,6 +138,18 @@ class Scheduler:
         decision.rows, decision.contexts = self._rows.rows, self._rows.contexts
         self._account_for(decision, attended)
         decision.plan = self._draft.finish(decision)
+
+    def _count_cached(self, decision: Schedule) -> None:
+        """Look up how much is cached of the prompts that came since the last step.
+
+        Of some of them, if they are long: a step does not wait until all of a crowd are hashed.
+        """
+        waiting, left = self.table.waiting, _HASHED_TOKENS
+        while left > 0 and (sequence := waiting.unseen) is not None:
+            decision.touched.append(sequence)  # it alone fails if it cannot be hashed
+            waiting.note_cached(sequence, self.blocks.count_cached(sequence))
+            decision.touched.pop()
+            left -= len(sequence.token_ids)
 
     def _attend_rows(self, decision: Schedule) -> list[Sequence]:
         """Give blocks to the decode rows that lack one, and note those that end.

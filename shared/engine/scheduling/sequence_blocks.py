@@ -49,6 +49,10 @@ class SequenceBlocks:
         most = (len(sequence.token_ids) - 1) // self.size
         return self.pool.lookup(sequence.block_hashes[:most])
 
+    def count_cached(self, sequence: Sequence) -> int:
+        """Return how many tokens of a sequence are cached, its last one not among them."""
+        return len(self.find_prefix(sequence)[0]) * self.size
+
     def count_missing(self, sequence: Sequence, end: int) -> int:
         """Return how many blocks a sequence lacks for the tokens before `end`, in all groups."""
         needed = -(-end // self.size)

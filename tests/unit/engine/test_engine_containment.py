@@ -55,11 +55,12 @@ class FailingListener:
         pass
 
 
+@pytest.mark.parametrize("max_num_seqs", [1, 4], ids=["while it waits", "at its admission"])
 @BOTH
-def test_request_that_cannot_be_admitted_fails_alone(
-    overlap: bool, caplog: pytest.LogCaptureFixture
+def test_request_that_cannot_be_hashed_fails_alone(
+    overlap: bool, max_num_seqs: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, _ = make_core(overlap=overlap)
+    core, _ = make_core(overlap=overlap, max_num_seqs=max_num_seqs)
     before, after = make_sequence("before", [1] * 5), make_sequence("after", [0] * 9)
     expected = {s.request_id: generate(s, LIMIT) for s in (before, after)}
     core.sequences.add(before)

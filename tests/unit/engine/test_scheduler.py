@@ -405,3 +405,41 @@ def test_the_queue_in_seconds_is_what_computing_it_takes() -> None:
     assert core.scheduler.meter.queued_s == pytest.approx(2 + 0.01 * (55 - 10))
     step(core, 2)
     assert core.scheduler.meter.queued_s == 0
+
+
+def test_waiting_prompts_count_without_what_is_cached_of_them() -> None:
+    costs = FixedCosts(StepPrices(fixed=1.0, per_product=0.01))
+    core, _ = make_core(num_blocks=64, max_num_seqs=1, max_num_batched_tokens=4, costs=costs)
+    core.sequences.add(make_sequence("known", [1] * 12, max_tokens=1))
+    drain(core)
+    core.sequences.add(make_sequence("long", [2] * 20))
+    step(core)
+    core.sequences.add(make_sequence("turn", [1] * 12 + [3] * 4))
+    assert core.scheduler.meter.num_queued_tokens == 16 + 16
+    step(core)
+    assert core.scheduler.meter.num_queued_tokens == 12 + 4
+    products = (12 * 8 + 78) + (4 * 12 + 10)
+    assert core.scheduler.meter.queued_s == pytest.approx(4 + 0.01 * products)
+    core.sequences.abort("turn")
+    assert core.scheduler.meter.num_queued_tokens == 12
+
+
+def test_a_step_does_not_wait_until_all_of_a_crowd_are_hashed() -> None:
+    core, _ = make_core(
+        num_blocks=256,
+        block_size=256,
+        max_num_seqs=1,
+        max_num_batched_tokens=512,
+        max_model_len=20_000,
+    )
+    known = [1] * 10_240
+    core.sequences.add(make_sequence("known", known, max_tokens=1))
+    drain(core)
+    core.sequences.add(make_sequence("long", [2] * 1500))
+    for name in "abc":
+        core.sequences.add(make_sequence(name, known + [3]))
+    step(core)
+    queued = [core.scheduler.meter.num_queued_tokens]
+    step(core)
+    queued.append(core.scheduler.meter.num_queued_tokens)
+    assert queued == [988 + 2 * 1 + 10_241, 476 + 3 * 1]
