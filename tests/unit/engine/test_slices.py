@@ -10,7 +10,7 @@ import pytest
 from pagewire.shared.costs.step_prices import SMALLEST_CHUNK, StepPrices
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.scheduling.sequence import Sequence
-from pagewire.shared.engine.scheduling.slices import EFFICIENT_CHUNK
+from pagewire.shared.engine.scheduling.slices import EFFICIENT_CHUNK, SHARED_FACTOR
 from pagewire.shared.engine.step_clock import RunningStep
 from pagewire.tests.support.fake_engine import FixedCosts, make_core, make_sequence
 
@@ -100,7 +100,16 @@ def test_some_of_a_prompt_is_computed_however_small_the_gap() -> None:
     prompts = [engine.add(f"prompt{number}", 100, 1) for number in range(2)]
     works = engine.run(20)
     assert all(prompt.is_finished for prompt in prompts)
-    assert {work.tokens for work in works} <= {SMALLEST_CHUNK, 100 % SMALLEST_CHUNK}
+    assert min(work.tokens for work in works[:-1]) >= SMALLEST_CHUNK
+
+
+def test_an_objective_that_cannot_be_kept_leaves_prompts_a_share_of_each_step() -> None:
+    engine = with_rows(Engine(), *[1e-6] * 12)
+    engine.add("prompt", 600, 1)
+    works = engine.run(5)
+    alone = [PRICES.step_s(StepWork(work.rows, work.contexts)) for work in works]
+    shares = [PRICES.step_s(work) / rows for work, rows in zip(works, alone, strict=True)]
+    assert 1.4 < min(shares) <= max(shares) <= SHARED_FACTOR
 
 
 def test_the_smallest_of_several_gaps_counts_as_long_as_its_row_runs() -> None:
