@@ -270,12 +270,13 @@ def _fill(
     """Copy each tensor from the file that holds it, and convert what has another form there.
 
     Of the fills, targets are still to be replaced: they are those of a model on the meta device.
-    Quantised models are loaded layer by layer: what a layer has in another form takes memory only
-    until the next one is loaded.
+    If weights have another form in the files, layer by layer is loaded: what a layer has in that
+    form takes memory only until the next one is loaded.
     """
     total = sum(fill.num_bytes for fill in fills.values())
     config = model.config
-    sections = [list(model.parameters())] if config.quantization is None else model.sections()
+    is_converted = config.quantization is not None and config.quantization.converts
+    sections = model.sections() if is_converted else [list(model.parameters())]
     with LoadProgress("loading weights", total, progress) as bar:
         for section in sections:
             targets = _targets(section, fills, config.tie_word_embeddings)

@@ -2,8 +2,9 @@
 
 Files are read, not mapped: a mapped file that is truncated meanwhile would kill the process by a
 signal. A part is read directly into its tensor if that is on the CPU and has the same dtype, else
-through a buffer. For a GPU, buffers are in pinned memory, so that one part is read while the one
-before is copied. Apart from the buffers, no host memory is needed.
+through a buffer. For a GPU, buffers are in pinned memory, so that one is filled while the one
+before is copied: with as many parts as follow each other in the file, since a mixture of experts
+has tens of thousands of small ones. Apart from the buffers, no host memory is needed.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def copy_weights(fills: Iterable[TensorCopy], on_bytes: Callable[[int], None]) -
     if not ordered:
         return
     device = ordered[0].target.device
-    parts = _Parts(part for fill in ordered for part in _parts(fill))
+    parts = _Parts(_batches(part for fill in ordered for part in _parts(fill)))
     count = num_threads(sum(fill.num_bytes for fill in ordered))
     paths = {fill.file.path for fill in ordered}
     with contextlib.ExitStack() as stack:
@@ -132,25 +133,50 @@ def _parts(fill: TensorCopy) -> Iterator[_Part]:
         yield _Part(fill.file.path, dtype, *region)
 
 
-class _Parts:
-    """The parts that are still to be copied, for all threads."""
+def _batches(parts: Iterator[_Part]) -> Iterator[list[_Part]]:
+    """Yield the parts, those together that follow each other in a file and fit into a buffer."""
+    batch: list[_Part] = []
+    for part in parts:
+        if batch and not _follows(batch, part):
+            yield batch
+            batch = []
+        batch.append(part)
+    if batch:
+        yield batch
 
-    def __init__(self, parts: Iterator[_Part]) -> None:
-        self._parts = parts
+
+def _follows(batch: list[_Part], part: _Part) -> bool:
+    first, last = batch[0], batch[-1]
+    offset = part.start - first.start
+    return (
+        part.path == last.path
+        and part.start == last.start + last.num_bytes
+        and not part.pitch
+        and not last.pitch
+        and offset % part.dtype.itemsize == 0
+        and offset + part.num_bytes <= PART_BYTES
+    )
+
+
+class _Parts:
+    """The parts that are still to be copied, in batches, for all threads."""
+
+    def __init__(self, batches: Iterator[list[_Part]]) -> None:
+        self._batches = batches
         self._lock = threading.Lock()
         self._is_stopped = False
 
     def stop(self) -> None:
-        """Have the threads end: no more parts are handed out."""
+        """Have the threads end: no more batches are handed out."""
         self._is_stopped = True
 
-    def __iter__(self) -> Iterator[_Part]:
+    def __iter__(self) -> Iterator[list[_Part]]:
         while True:
             with self._lock:
-                part = None if self._is_stopped else next(self._parts, None)
-            if part is None:
+                batch = None if self._is_stopped else next(self._batches, None)
+            if batch is None:
                 return
-            yield part
+            yield batch
 
 
 def _copy_parts(
@@ -163,9 +189,9 @@ def _copy_parts(
     """Copy parts until none is left, in one thread. An error stops the others."""
     copier = _GpuCopier(device) if device.type == "cuda" else _CpuCopier()
     try:
-        for part in parts:
-            copier.copy(part, files[part.path])
-            on_bytes(part.num_bytes)
+        for batch in parts:
+            copier.copy(batch, files[batch[0].path])
+            on_bytes(sum(part.num_bytes for part in batch))
         copier.finish()
     except BaseException:  # the thread's future raises it again
         stop_all()
@@ -179,16 +205,21 @@ class _CpuCopier:
         self._buffer: torch.Tensor | None = None
         self._reader = _Reader()
 
-    def copy(self, part: _Part, descriptor: int) -> None:
+    def copy(self, batch: list[_Part], descriptor: int) -> None:
+        for part in batch:
+            self._copy(part, descriptor)
+
+    def _copy(self, part: _Part, descriptor: int) -> None:
         target = part.target
         if target.dtype == part.dtype and target.is_contiguous():
             flat = target.view(-1)
             if flat.stride() == (1,):  # one number of a matrix may have any stride
-                self._reader.read(part, descriptor, flat.view(torch.uint8))
+                self._reader.read([part], descriptor, flat.view(torch.uint8))
                 return
         if self._buffer is None:
             self._buffer = torch.empty(PART_BYTES, dtype=torch.uint8)
-        target.copy_(self._reader.read(part, descriptor, self._buffer))
+        (read,) = self._reader.read([part], descriptor, self._buffer)
+        target.copy_(read)
 
     def finish(self) -> None:
         """Do nothing: all copies are done."""
@@ -211,15 +242,16 @@ class _GpuCopier:
         self._next = 0
         self._reader = _Reader()
 
-    def copy(self, part: _Part, descriptor: int) -> None:
+    def copy(self, batch: list[_Part], descriptor: int) -> None:
         buffer, is_free = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
         is_free.synchronize()  # wait for the last copy from this buffer
-        read = self._reader.read(part, descriptor, buffer)
+        every = self._reader.read(batch, descriptor, buffer)
         with torch.cuda.stream(self._stream):
-            if part.target.dtype != part.dtype:  # converted on the GPU, not on the host
-                read = read.to(self._device, non_blocking=True)
-            part.target.copy_(read, non_blocking=True)
+            for part, read in zip(batch, every, strict=True):
+                if part.target.dtype != part.dtype:  # converted on the GPU, not on the host
+                    read = read.to(self._device, non_blocking=True)
+                part.target.copy_(read, non_blocking=True)
             is_free.record()
 
     def finish(self) -> None:
@@ -232,18 +264,24 @@ class _Reader:
     def __init__(self) -> None:
         self._rows: torch.Tensor | None = None  # whole rows, of which columns are needed
 
-    def read(self, part: _Part, descriptor: int, buffer: torch.Tensor) -> torch.Tensor:
-        """Read a part into the start of a byte buffer; return it in its dtype and shape.
+    def read(
+        self, batch: list[_Part], descriptor: int, buffer: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """Read a batch into the start of a byte buffer; return each part in its dtype and shape.
 
         Raises:
-            ModelLoadError: the file ends before the part, or cannot be read; one line.
+            ModelLoadError: the file ends before the last part, or cannot be read; one line.
         """
-        buffer = buffer[: part.num_bytes]
-        if part.pitch:
-            self._read_columns(part, descriptor, buffer.view(len(part.target), -1))
+        first, sizes = batch[0], [part.num_bytes for part in batch]
+        buffer = buffer[: sum(sizes)]
+        if first.pitch:
+            self._read_columns(first, descriptor, buffer.view(len(first.target), -1))
         else:
-            _read_bytes(part, descriptor, memoryview(buffer.numpy().data), part.start)
-        return buffer.view(part.dtype).view(part.target.shape)
+            _read_bytes(first, descriptor, memoryview(buffer.numpy().data), first.start)
+        return [
+            read.view(part.dtype).view(part.target.shape)
+            for part, read in zip(batch, buffer.split(sizes), strict=True)
+        ]
 
     def _read_columns(self, part: _Part, descriptor: int, columns: torch.Tensor) -> None:
         count, width = columns.shape

@@ -83,6 +83,11 @@ class Fp8Matrix:
             of_scale = block_cuts(name, cuts, self.format.units)
             yield f"{name}.weight_scale", scale[: -(-len(weight) // rows)], of_scale
 
+    @property
+    def repeats_scales(self) -> bool:
+        """Whether scales are those of larger blocks in the checkpoint."""
+        return any((self.format.rows or size) != self.block[0] for size in self.parts.values())
+
     def finish(self) -> None:
         """Repeat scales of blocks that are larger in the checkpoint."""
         for _, weight, scale in self._by_part():

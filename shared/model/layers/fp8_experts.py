@@ -79,9 +79,10 @@ class Fp8Experts:
         Raises:
             ModelLoadError: gate and up of an expert have inputs with different scales; one line.
         """
-        for expert in range(self._shape.count):
-            for matrix in self._matrices(expert):
-                matrix.finish()
+        if any(matrix.repeats_scales for matrix in self._matrices(0)):
+            for expert in range(self._shape.count):
+                for matrix in self._matrices(expert):
+                    matrix.finish()
         gate, up = self._gate_up.input_scale, self._up_scale
         if gate is not None and up is not None and not torch.equal(gate, up):
             expert = int((gate != up).nonzero()[0])

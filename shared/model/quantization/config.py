@@ -123,6 +123,12 @@ class QuantConfig:
         return ", ".join(sorted({group.format.name for group in self.groups}))
 
     @property
+    def converts(self) -> bool:
+        """Whether loading gives weights another form than the checkpoint has."""
+        kept = all(isinstance(group.format, Fp8Format) for group in self.groups)
+        return self.while_loading or not kept
+
+    @property
     def unit(self) -> int:
         """Numbers that are quantised together, in each dimension: weights are cut between them."""
         formats = (group.format for group in self.groups)

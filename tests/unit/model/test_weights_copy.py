@@ -122,6 +122,32 @@ def test_a_part_of_a_tensor_on_a_gpu(tmp_path: Path, name: str, target_dtype: to
     assert torch.equal(target.cpu(), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("part_bytes", [8 << 20, 1000], ids=["one-batch", "several-batches"])
+def test_many_small_tensors_on_a_gpu(
+    tmp_path: Path, part_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_copy, "PART_BYTES", part_bytes)
+    dtypes = [torch.uint8, torch.float32, torch.bfloat16]
+    tensors = {
+        f"{index:03}": torch.arange(index % 7, 100 + index).to(dtypes[index % 3])
+        for index in range(200)
+    }
+    save_file(tensors, tmp_path / "a.safetensors")
+    file = read_header(tmp_path / "a.safetensors")
+    targets = {
+        name: torch.zeros(len(values), device="cuda", dtype=dtypes[1 + index % 2])
+        for index, (name, values) in enumerate(tensors.items())
+        if index % 5  # some of them are needed
+    }
+    counted: list[int] = []
+    fills = [TensorCopy(file, file.tensors[name], target) for name, target in targets.items()]
+    copy_weights(fills, counted.append)
+    for name, target in targets.items():
+        assert torch.equal(target.cpu(), tensors[name].to(target.dtype)), name
+    assert sum(counted) == sum(tensors[name].nbytes for name in targets)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_no_more_is_read_than_a_part(
     tmp_path: Path, dim: int, monkeypatch: pytest.MonkeyPatch
