@@ -15,6 +15,7 @@ from pagewire.kernels.fp8_numbers import Fp8Weights
 from pagewire.kernels.gated_silu import SILU, GatedSilu
 from pagewire.kernels.reference.experts import activate
 from pagewire.kernels.reference.fp8_linear import dequantised
+from pagewire.kernels.silu_and_mul import silu_and_mul
 
 
 def fp8_experts(
@@ -54,7 +55,10 @@ def fp8_experts(
     rows = tile_rows or rows_of_a_tile(chosen.numel(), len(gate_up.numbers))
     tiles = list_tiles(chosen, len(gate_up.numbers), rows)
     projected = _project(x, gate_up, chosen, tiles)
-    inner = activate(projected.float(), activation, interleaved).to(x.dtype)
+    if activation == SILU and not interleaved:
+        inner = silu_and_mul(projected)
+    else:
+        inner = activate(projected.float(), activation, interleaved).to(x.dtype)
     outputs = _project(inner, down, chosen, tiles)
     return sum_choices(outputs, weights, x)
 
