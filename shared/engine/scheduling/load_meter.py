@@ -33,7 +33,8 @@ class LoadMeter:
     def queued_s(self) -> float:
         """Seconds in which the prompts that wait here are computed, next to the decode rows of now.
 
-        What is cached of them does not count, nor do those that other workers compute.
+        Those that other workers compute do not count, nor does what was cached of the others when a
+        step looked them up.
         """
         work = self.table.waiting.work
         for each in self.table.prefilling():

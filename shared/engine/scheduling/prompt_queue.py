@@ -12,10 +12,10 @@ from pagewire.shared.engine.scheduling.sequence import Sequence
 class PromptQueue(FairQueue[str | None, Sequence]):
     """Sequences in the lines of their owners, and running totals: nobody walks over all of them.
 
-    Those that await no KV from another worker count without the tokens that `note_cached` named.
+    Once `record_cached` has said how many tokens of a sequence are cached, these do not count.
 
     Attributes:
-        num_tokens: of all sequences, as of the time at which each began to wait.
+        num_tokens: of all sequences, as of the time at which each was counted.
         work: to compute the prompts of those that await no KV from another worker.
     """
 
@@ -24,17 +24,20 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         self.num_tokens = 0
         self.work = NOTHING
         self._counted: dict[Sequence, tuple[int, StepWork]] = {}
-        self._unseen: dict[Sequence, None] = {}
+        self._uncounted: dict[Sequence, None] = {}  # it is not known how much is cached of them
         self._num_remote = 0
 
     @property
-    def unseen(self) -> Sequence | None:
-        """The first sequence of which nobody has noted yet how much is cached."""
-        return next(iter(self._unseen), None)
+    def next_uncounted(self) -> Sequence | None:
+        """The next sequence whose cached tokens are not known; None if there is none.
 
-    def note_cached(self, sequence: Sequence, num_cached: int) -> None:
+        Those that await KV from another worker are left out.
+        """
+        return next(iter(self._uncounted), None)
+
+    def record_cached(self, sequence: Sequence, num_cached: int) -> None:
         """Count a waiting sequence without tokens that are cached, which need no computing."""
-        del self._unseen[sequence]
+        del self._uncounted[sequence]
         self._discount(sequence)
         self._add(sequence, num_cached)
 
@@ -59,7 +62,7 @@ class PromptQueue(FairQueue[str | None, Sequence]):
     def remove(self, owner: str | None, item: Sequence) -> None:
         """Take a sequence out of its owner's line; do nothing if it does not wait there."""
         super().remove(owner, item)
-        self._unseen.pop(item, None)
+        self._uncounted.pop(item, None)
         if item in self._counted:
             self._discount(item)
 
@@ -67,7 +70,7 @@ class PromptQueue(FairQueue[str | None, Sequence]):
         if sequence not in self._counted:
             self._add(sequence, 0)
             if not sequence.remote_prefill:
-                self._unseen[sequence] = None
+                self._uncounted[sequence] = None
 
     def _add(self, sequence: Sequence, num_cached: int) -> None:
         count = len(sequence.token_ids) - num_cached

@@ -45,8 +45,9 @@ from pagewire.shared.engine.scheduling.suspects import Suspects
 from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool
 
-# Once it has hashed as many tokens of waiting prompts, about 1 ms later, a step looks up no more.
-_HASHED_TOKENS = 16384
+# A step looks up what is cached of prompts with about this many tokens together, which takes about
+# 1 ms; a longer one is hashed whole. To look up a short one takes as long as to hash 256 tokens.
+_HASHED_TOKENS, _LEAST_TOKENS = 16384, 256
 
 
 class Scheduler:
@@ -142,14 +143,15 @@ class Scheduler:
     def _count_cached(self, decision: Schedule) -> None:
         """Look up how much is cached of the prompts that came since the last step.
 
-        Of some of them, if they are long: a step does not wait until all of a crowd are hashed.
+        After `_HASHED_TOKENS` it stops, so that a step does not wait until all of a crowd are
+        hashed; the next one goes on.
         """
         waiting, left = self.table.waiting, _HASHED_TOKENS
-        while left > 0 and (sequence := waiting.unseen) is not None:
+        while left > 0 and (sequence := waiting.next_uncounted) is not None:
             decision.touched.append(sequence)  # it alone fails if it cannot be hashed
-            waiting.note_cached(sequence, self.blocks.count_cached(sequence))
+            waiting.record_cached(sequence, self.blocks.count_cached(sequence))
             decision.touched.pop()
-            left -= len(sequence.token_ids)
+            left -= max(_LEAST_TOKENS, len(sequence.token_ids))
 
     def _attend_rows(self, decision: Schedule) -> list[Sequence]:
         """Give blocks to the decode rows that lack one, and note those that end.

@@ -2,8 +2,8 @@
 
 Running answers wait for a step, and so do other prompts. On a CPU a step lasts about a second. If
 the request of a decode row has an objective, no step with that row is predicted to last longer,
-unless the rows alone take most of it: prompts have a share of each step, so that an objective that
-cannot be kept does not keep others waiting.
+unless the rows alone take most of it: prompts have a share of each step. With an objective near or
+below the time of the rows, others would wait for their first tokens without end.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pagewire.shared.engine.scheduling.schedule import SchedulerLimits
 EFFICIENT_CHUNK = 192
 SMALL_STEP_FACTOR = 4
 # Whatever the objective, a step may last this many times as long as its decode rows alone take.
-# In simulations of two H200s, 1.6 kept most promises of agents and of mixed lengths together:
-# docs/simulation.md.
+# In simulations of two H200s, 1.6 kept most promises of agents and of mixed lengths together: see
+# "How much of a step prompts have" in docs/simulation.md.
 SHARED_FACTOR = 1.6
 # A step that is larger than the captured ones is launched kernel by kernel. On a busy host that
 # takes up to 40 ms, as long as the device takes for about this many times the tokens of the largest

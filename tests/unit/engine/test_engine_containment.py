@@ -55,18 +55,19 @@ class FailingListener:
         pass
 
 
-@pytest.mark.parametrize("max_num_seqs", [1, 4], ids=["while it waits", "at its admission"])
+@pytest.mark.parametrize("is_remote", [False, True], ids=["before its turn", "at its admission"])
 @BOTH
 def test_request_that_cannot_be_hashed_fails_alone(
-    overlap: bool, max_num_seqs: int, caplog: pytest.LogCaptureFixture
+    overlap: bool, is_remote: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    core, _ = make_core(overlap=overlap, max_num_seqs=max_num_seqs)
+    core, _ = make_core(overlap=overlap)
     before, after = make_sequence("before", [1] * 5), make_sequence("after", [0] * 9)
     expected = {s.request_id: generate(s, LIMIT) for s in (before, after)}
     core.sequences.add(before)
     first, _ = core.step()
     outputs = list(first)
-    core.sequences.add(make_sequence("poison", [2**40] * 9))  # cannot be hashed
+    poison = make_sequence("poison", [2**40] * 9, remote_prefill=is_remote)  # cannot be hashed
+    core.sequences.add(poison)
     core.sequences.add(after)
     outputs += drain(core)
     assert ends_of(outputs) == {"before": "length", "poison": "error", "after": "length"}

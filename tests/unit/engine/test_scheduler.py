@@ -437,7 +437,7 @@ def test_a_step_does_not_wait_until_all_of_a_crowd_are_hashed() -> None:
     drain(core)
     core.sequences.add(make_sequence("long", [2] * 1500))
     for name in "abc":
-        core.sequences.add(make_sequence(name, known + [3]))
+        core.sequences.add(make_sequence(name, [*known, 3]))
     step(core)
     queued = [core.scheduler.meter.num_queued_tokens]
     step(core)
