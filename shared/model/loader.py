@@ -18,6 +18,7 @@ from pagewire.kernels.four_bits import EXPONENT_BIAS
 from pagewire.shared.base.errors import ModelLoadError
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.kv_scales import has_kv_scales, separate_kv_scales
+from pagewire.shared.model.latent_config import LatentConfig
 from pagewire.shared.model.layers.decoder import DecoderModel
 from pagewire.shared.model.layers.factory import LayerFactory
 from pagewire.shared.model.layers.fp8 import E4M3
@@ -270,12 +271,15 @@ def _fill(
     """Copy each tensor from the file that holds it, and convert what has another form there.
 
     Of the fills, targets are still to be replaced: they are those of a model on the meta device.
-    If weights have another form in the files, layer by layer is loaded: what a layer has in that
-    form takes memory only until the next one is loaded.
+    If weights have another form in the files, the model is loaded layer by layer: what a layer has
+    in that form takes memory only until the next one is loaded.
     """
     total = sum(fill.num_bytes for fill in fills.values())
     config = model.config
-    is_converted = config.quantization is not None and config.quantization.converts
+    quantization = config.quantization
+    is_converted = quantization is not None and (
+        quantization.converts or isinstance(config, LatentConfig)  # `kv_b_proj` leaves FP8
+    )
     sections = model.sections() if is_converted else [list(model.parameters())]
     with LoadProgress("loading weights", total, progress) as bar:
         for section in sections:

@@ -80,7 +80,7 @@ def copy_weights(fills: Iterable[TensorCopy], on_bytes: Callable[[int], None]) -
 
     Args:
         fills: tensors with dtypes of `DTYPES`.
-        on_bytes: called by any thread with the number of bytes of each part that was read.
+        on_bytes: called by any thread with the number of bytes of parts that it has read.
 
     Raises:
         ModelLoadError: a file is shorter than its header says, or cannot be read; one line.
@@ -246,9 +246,9 @@ class _GpuCopier:
         buffer, is_free = self._buffers[self._next]
         self._next = (self._next + 1) % BUFFERS
         is_free.synchronize()  # wait for the last copy from this buffer
-        every = self._reader.read(batch, descriptor, buffer)
+        tensors = self._reader.read(batch, descriptor, buffer)
         with torch.cuda.stream(self._stream):
-            for part, read in zip(batch, every, strict=True):
+            for part, read in zip(batch, tensors, strict=True):
                 if part.target.dtype != part.dtype:  # converted on the GPU, not on the host
                     read = read.to(self._device, non_blocking=True)
                 part.target.copy_(read, non_blocking=True)
@@ -264,9 +264,7 @@ class _Reader:
     def __init__(self) -> None:
         self._rows: torch.Tensor | None = None  # whole rows, of which columns are needed
 
-    def read(
-        self, batch: list[_Part], descriptor: int, buffer: torch.Tensor
-    ) -> list[torch.Tensor]:
+    def read(self, batch: list[_Part], descriptor: int, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Read a batch into the start of a byte buffer; return each part in its dtype and shape.
 
         Raises:

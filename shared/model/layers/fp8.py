@@ -85,7 +85,7 @@ class Fp8Matrix:
 
     @property
     def repeats_scales(self) -> bool:
-        """Whether scales are those of larger blocks in the checkpoint."""
+        """Whether a scale in the checkpoint is that of several blocks here."""
         return any((self.format.rows or size) != self.block[0] for size in self.parts.values())
 
     def finish(self) -> None:

@@ -124,9 +124,9 @@ class QuantConfig:
 
     @property
     def converts(self) -> bool:
-        """Whether loading gives weights another form than the checkpoint has."""
-        kept = all(isinstance(group.format, Fp8Format) for group in self.groups)
-        return self.while_loading or not kept
+        """Whether loading gives linear layers another form than the checkpoint has."""
+        are_fp8 = all(isinstance(group.format, Fp8Format) for group in self.groups)
+        return self.while_loading or not are_fp8
 
     @property
     def unit(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from pagewire.kernels import load_ops
 from pagewire.shared.base.errors import ModelLoadError
+from pagewire.shared.model import loader
 from pagewire.shared.model.config import load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.loader import load_model
+from pagewire.shared.model.weights_copy import TensorCopy, copy_weights
 from pagewire.shared.worker.estimate import weight_bytes
 from pagewire.tests.support.fp8_checkpoints import Layout, write_fp8
 from pagewire.tests.support.quantised_checkpoints import WEIGHTS
@@ -65,6 +68,38 @@ def test_wrong_tensors_are_named(
         load_model(path, load_config(path), CPU, torch.float32, load_ops("torch", "cpu"))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "case", "while_loading", "by_layer"),
+    [
+        ("llama", "groups-of-2-odd-vocabulary", False, False),
+        ("llama", "groups-of-2-odd-vocabulary", True, True),
+        ("deepseekv2", "query-latents-biases", False, True),  # `kv_b_proj` leaves FP8
+    ],
+    ids=["as in the files", "quantised while loading", "latent attention"],
+)
+def test_a_model_whose_weights_are_converted_is_loaded_layer_by_layer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    case: str,
+    while_loading: bool,
+    by_layer: bool,
+) -> None:
+    write_tiny_model(tmp_path / "plain", family, case)
+    write_fp8(tmp_path / "plain", tmp_path / "stored", tmp_path / "meant", Layout("fp8", (32, 32)))
+    path = tmp_path / ("plain" if while_loading else "stored")
+    config = load_config(path, quantization="fp8" if while_loading else None)
+    calls: list[int] = []
+
+    def counting(fills: list[TensorCopy], on_bytes: Callable[[int], None]) -> None:
+        calls.append(len(fills))
+        copy_weights(fills, on_bytes)
+
+    monkeypatch.setattr(loader, "copy_weights", counting)
+    load_model(path, config, CPU, torch.float32, load_ops("torch", "cpu"))
+    assert len(calls) == (config.num_layers + 2 if by_layer else 1)
 
 
 def test_scales_of_a_quantised_cache_are_left_out_and_logged(
