@@ -28,7 +28,10 @@ def _seconds_from_text(value: Any) -> Any:
     parts = [part.rpartition("=") for part in value.split(",") if part.strip()]
     if not all(name.strip() for name, _, _ in parts):
         raise ValueError("it must be NAME=SECONDS, or several separated by commas")
-    return {name.strip(): seconds.strip() for name, _, seconds in parts}
+    found = {name.strip(): seconds.strip() for name, _, seconds in parts}
+    if len(found) < len(parts):
+        raise ValueError("a name is there twice")
+    return found
 
 
 Positive = Annotated[int, Field(gt=0)]

@@ -100,6 +100,7 @@ BAD_VALUES = [
     ("slo_gap_s_of_keys", "=0.05"),
     ("slo_gap_s_of_keys", "team=fast"),
     ("slo_gap_s_of_keys", "team=0"),
+    ("slo_gap_s_of_keys", "team=1,other=2, team=3"),
     ("cors_origins", "https://a.b/"),
     ("cors_origins", "https://*.example.com"),
     ("cors_origins", "a.b"),
