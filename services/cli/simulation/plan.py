@@ -140,6 +140,7 @@ def _report(choice: GpuDivision) -> dict[str, object]:
     return {
         "workers": choice.plan.label,
         "local_prefill_tokens": choice.local,
+        "slo_gap_s": None if choice.slo_gap_s == math.inf else choice.slo_gap_s,
         "capacity": choice.factor,
         "why": reason(choice),
         **msgspec.to_builtins(choice.summary),

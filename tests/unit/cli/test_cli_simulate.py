@@ -148,7 +148,10 @@ def test_short_gaps_under_long_prompts_need_prefill_workers_or_an_objective() ->
     fixed = best(*load, "--policy", "prefix", "--no-keep-gap")
     assert fixed["workers"] == "1P1D"
     assert fixed["kept_share"] > 0.9
-    assert best(*load)["kept_share"] > 0.9 > best(*load, "--no-keep-gap")["kept_share"]
+    assert fixed["slo_gap_s"] is None
+    kept = best(*load)
+    assert kept["kept_share"] > 0.9 > best(*load, "--no-keep-gap")["kept_share"]
+    assert kept["slo_gap_s"] == pytest.approx(0.0135)
     assert "with --slo-gap-s 0.0135: " in pagewire("plan", *load).stdout
 
 
