@@ -3,8 +3,8 @@
     python -P -m pagewire.loadtest.bench.engine --parts ttft decode throughput
 
 Prints one JSON line per result: medians of several runs, with lowest and highest. `of_ceiling` of a
-decode step is the ratio of (bytes of weights and KV read, if they are in bf16) / (device copy
-bandwidth, measured in the same run, times the number of devices) to the step's time.
+decode step is the ratio of (bytes of weights read, and of KV in bf16) / (device copy bandwidth,
+measured in the same run, times the number of devices) to the step's time.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ VOCAB_USED = vocab_used(LLAMA_8B["vocab_size"])
 
 
 def weights_read(config: ModelConfig, experts: float | None) -> float:
-    """Return the bytes of bf16 weights that a decode step reads.
+    """Return the bytes of weights that a decode step reads; in bf16 where they are not quantised.
 
     These are all weights without two exceptions: the embedding table, unless it is also the output
     head (a step reads one row for each sequence), and experts that no sequence of the batch has.
@@ -53,13 +54,14 @@ def weights_read(config: ModelConfig, experts: float | None) -> float:
         config: the model's shape.
         experts: distinct experts of a layer in the step; None if the model has none.
     """
-    size = torch.bfloat16.itemsize
-    read: float = weight_bytes(config, torch.bfloat16)
+    whole = weight_bytes(config, torch.bfloat16)
+    read: float = whole
     if not config.tie_word_embeddings:
-        read -= config.vocab_size * config.hidden_size * size
+        read -= config.vocab_size * config.hidden_size * torch.bfloat16.itemsize
     if isinstance(config, MoeConfig) and experts is not None:
-        expert = 3 * config.hidden_size * config.experts.intermediate_size * size
-        read -= sum(config.sparse) * (config.experts.count - experts) * expert
+        count = config.experts.count
+        fewer = replace(config, experts=replace(config.experts, count=count - 1))
+        read -= (count - experts) * (whole - weight_bytes(fewer, torch.bfloat16))
     return read
 
 

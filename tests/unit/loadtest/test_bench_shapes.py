@@ -120,6 +120,13 @@ def test_a_step_reads_the_experts_that_its_batch_has(tmp_path: Path) -> None:
     assert weights_read(qwen, 128) == weight_bytes(qwen, torch.bfloat16) - table
 
 
+def test_a_step_reads_fewer_bytes_of_quantised_experts(tmp_path: Path) -> None:
+    plain = weights_read(_config("qwen3-30b-a3b", tmp_path), 8)
+    quantised = weights_read(load_config(tmp_path, quantization="fp8"), 8)
+    head = 2 * 151_936 * 2048  # stays as it is
+    assert quantised - head == pytest.approx((plain - head) / 2, rel=0.01)
+
+
 def test_options_are_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     args = _options(monkeypatch)
     assert (args.prompts, longest_sequence(args)) == ([128, 1024, 4096, 8192, 16000], 16384)
