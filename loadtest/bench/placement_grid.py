@@ -251,7 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mixes", nargs="+", default=list(RATES), help="or trace files")
     parser.add_argument("--gpus", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--levels", type=int, nargs="+", default=list(range(6)), help="of rates")
+    levels = range(6)
+    parser.add_argument(
+        "--levels", type=int, nargs="+", choices=levels, default=list(levels), help="of rates"
+    )
     parser.add_argument("--requests", type=int, default=2000, help="requests of each load")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
