@@ -1,9 +1,10 @@
 """Requests that come at random times: how many an endpoint completes, and keeps a promise to.
 
 A load is named `PROMPT/ANSWER@RATE`, both in tokens, or `mixed@RATE` for log-normal lengths:
-`6144/256@6.5` is 6.5 requests a second. The same load is sent before it is measured. Rates are
-numbers of requests divided by the time from the first arrival to the last answer. The clients are
-spread over processes, so that they do not limit the server.
+`6144/256@6.5` is 6.5 requests a second; `#1` at its end, a seed, makes other times and prompts. The
+same load may be sent before it is measured. Rates are numbers of requests divided by the time from
+the first arrival to the last answer. The clients are spread over processes, so that they do not
+limit the server.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from pagewire.services.cli.simulation.results import Promise
 
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 8
-_NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@\d+(\.\d+)?")
+FORM = "PROMPT/ANSWER@RATE or mixed@RATE, both with #SEED or without"
+_NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@(\d+(?:\.\d+)?)(?:#(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,12 @@ class OpenLoad:
     Attributes:
         mix: how long prompts and answers are, as in a load's name.
         rate: requests per second.
+        seed: of arrival times, lengths and prompts.
     """
 
     mix: str
     rate: float
+    seed: int = 0
 
     @classmethod
     def parse(cls, text: str) -> OpenLoad:
@@ -68,18 +72,18 @@ class OpenLoad:
         Raises:
             BenchError: the text has another form.
         """
-        mix, _, rate = text.partition("@")
-        if not _NAME.fullmatch(text) or not float(rate):
-            raise BenchError(f"the load {text!r} is not PROMPT/ANSWER@RATE or mixed@RATE")
-        return cls(mix, float(rate))
+        name = _NAME.fullmatch(text)
+        if not name or not float(name[2]):
+            raise BenchError(f"the load {text!r} is not {FORM}")
+        return cls(name[1], float(name[2]), int(name[3] or 0))
 
-    def arrivals(self, seconds: float, seed: int) -> list[Arrival]:
+    def arrivals(self, seconds: float) -> list[Arrival]:
         """Return the requests of the first `seconds`; there is at least one."""
         contents, found = contents_of(self.mix), list[Arrival]()
-        for number, at in enumerate(arrival_times("poisson", self.rate, seed)):
+        for number, at in enumerate(arrival_times("poisson", self.rate, self.seed)):
             if at >= seconds:
                 break
-            turn = contents.turn(seed, number)
+            turn = contents.turn(self.seed, number)
             found.append(Arrival(at, sum(part.tokens for part in turn.new), turn.answer_tokens))
         return found
 
@@ -90,13 +94,13 @@ class Job:
 
     Attributes:
         urls: URLs of endpoints, used in turn.
-        number: of this process, which decides its prompts.
+        seed: decides the prompts.
         start: of the load, by the monotonic clock.
         more: further fields of the requests.
     """
 
     urls: Sequence[str]
-    number: int
+    seed: int
     arrivals: Sequence[Arrival]
     start: float
     vocab: int
@@ -132,7 +136,6 @@ def goodput(
     urls: Sequence[str],
     load: OpenLoad,
     seconds: float,
-    seed: int = 0,
     *,
     vocab: int = VOCAB_USED,
     warm_up: bool = True,
@@ -144,7 +147,6 @@ def goodput(
         urls: URLs of endpoints, used in turn.
         load: the load.
         seconds: how long requests arrive.
-        seed: of arrival times, lengths and prompts.
         vocab: upper bound (exclusive) of token ids in prompts.
         warm_up: the same load is sent once before.
         more: further fields of the requests.
@@ -152,14 +154,14 @@ def goodput(
     Raises:
         BenchError: no request was answered.
     """
-    arrivals = load.arrivals(seconds, seed)
+    arrivals = load.arrivals(seconds)
     processes = min(MAX_PROCESSES, max(1, (os.cpu_count() or 1) // 2), len(arrivals))
-    outcomes: list[Outcome] = []
+    first, outcomes = load.seed * MAX_PROCESSES, list[Outcome]()
     with ProcessPoolExecutor(processes, mp_context=SPAWN) as pool:
         for _ in range(1 + warm_up):
             start = time.monotonic() + START_S
             jobs = [
-                Job(urls, number, arrivals[number::processes], start, vocab, more)
+                Job(urls, first + number, arrivals[number::processes], start, vocab, more)
                 for number in range(processes)
             ]
             outcomes = [outcome for part in pool.map(_run, jobs) for outcome in part]
@@ -192,6 +194,7 @@ def figures(load: OpenLoad, outcomes: Sequence[Outcome]) -> Row:
         "what": "goodput",
         "kind": f"rate {load.rate:g}",
         "mix": load.mix,
+        "seed": load.seed,
         "n": len(outcomes),
         "errors": len(outcomes) - len(answered),
         "chunks": sum(len(outcome.gaps) + 1 for outcome in answered),
@@ -207,7 +210,7 @@ def _run(job: Job) -> list[Outcome]:
 
 
 async def _ask(job: Job) -> list[Outcome]:
-    client = Client(list(job.urls), vocab=job.vocab, seed=job.number)
+    client = Client(list(job.urls), vocab=job.vocab, seed=job.seed)
     requests = [
         client.prepare(arrival.prompt, arrival.answer, **job.more) for arrival in job.arrivals
     ]

@@ -7,9 +7,10 @@ First the kernels that move blocks, each against its reference, then the KV wire
 then one cluster after another over HTTP, on Llama-3.1-8B's shape with random weights. The phase
 `handover` has two clusters of its own, asked in turn; `idle` measures the workers of each cluster
 without requests; `crowd` has many clients in a closed loop; `goodput` has requests that come at
-random times, where placement is by prediction once more with an objective for gaps. Where vLLM can
-be imported, two vLLM servers get the same requests, as two replicas, and with the NIXL connector as
-one for prefill and one for decode. The output ends with the tables of docs/benchmarks.md.
+random times, where placement is by prediction once more with an objective for gaps. The first load
+of each mix and rate is sent once unmeasured. Where vLLM can be imported, two vLLM servers get the
+same requests, as two replicas, and with the NIXL connector as one for prefill and one for decode.
+The output ends with the tables of docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from pagewire.loadtest.bench.clusters import (
 )
 from pagewire.loadtest.bench.crowd import crowd
 from pagewire.loadtest.bench.forecast import PROMISE
-from pagewire.loadtest.bench.goodput import OpenLoad, goodput
+from pagewire.loadtest.bench.goodput import FORM, OpenLoad, goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
@@ -87,8 +88,11 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
             for clients in args.clients:
                 note(label, [crowd(urls, clients, args.seconds)])
         if "goodput" in args.phases and prefill_url is None:
+            warm = set[tuple[str, float]]()
             for load in args.loads:
-                note(label, [goodput(urls, load, args.seconds, args.seed)])
+                is_warm = (load.mix, load.rate) in warm
+                warm.add((load.mix, load.rate))
+                note(label, [goodput(urls, load, args.seconds, warm_up=not is_warm)])
                 if predicted:
                     note(f"{label}, with objective", [_with_objective(args, urls, load)])
 
@@ -111,7 +115,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
 
 def _with_objective(args: argparse.Namespace, urls: list[str], load: OpenLoad) -> Row:
     objective_s = PROMISE.objective_s
-    return goodput(urls, load, args.seconds, args.seed, warm_up=False, slo_gap_s=objective_s)
+    return goodput(urls, load, args.seconds, warm_up=False, slo_gap_s=objective_s)
 
 
 def _measure_vllm(
@@ -146,10 +150,7 @@ def main() -> int:
     parser.add_argument("--topologies", nargs="*", default=list(TOPOLOGIES))
     parser.add_argument("--phases", nargs="+", choices=PHASES, default=list(USUAL_PHASES))
     parser.add_argument("--seconds", type=float, default=12.0, help="length of each crowd or load")
-    parser.add_argument(
-        "--loads", nargs="+", default=LOADS, help="PROMPT/ANSWER@RATE or mixed@RATE"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the loads")
+    parser.add_argument("--loads", nargs="+", default=LOADS, help=FORM)
     parser.add_argument("--clients", nargs="+", type=int, default=[512, 1024], help="of each crowd")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences of a worker")

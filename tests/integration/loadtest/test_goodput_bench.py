@@ -27,7 +27,7 @@ def test_a_load_is_sent_and_its_figures_returned(tmp_path: Path) -> None:
             row = goodput([url], load, 1.5, vocab=1000, warm_up=False)
         finally:
             endpoint.kill()
-    sent = load.arrivals(1.5, 0)
+    sent = load.arrivals(1.5)
     assert (row["n"], row["errors"]) == (len(sent), 1)
     assert row["chunks"] == 10 * (len(sent) - 1)
     assert row["req_s"] <= row["n"] / sent[-1].at

@@ -10,19 +10,22 @@ from pagewire.loadtest.bench.goodput import OpenLoad, Outcome, figures
 from pagewire.loadtest.cluster import BenchError
 
 
-@pytest.mark.parametrize("text", ["", "6144/256", "6144@5", "mixed@", "a/b@1", "1/2/3@4", "1/2@0"])
+@pytest.mark.parametrize(
+    "text", ["", "6144/256", "6144@5", "mixed@", "a/b@1", "1/2/3@4", "1/2@0", "1/2@3#", "1/2@3#-1"]
+)
 def test_a_load_of_another_form_is_named(text: str) -> None:
     with pytest.raises(BenchError, match=f"the load '{text}' is not PROMPT/ANSWER@RATE"):
         OpenLoad.parse(text)
 
 
 def test_loads_have_their_rate_and_their_lengths() -> None:
-    same = OpenLoad.parse("6144/256@6.5").arrivals(seconds=400, seed=1)
+    same = OpenLoad.parse("6144/256@6.5#1").arrivals(seconds=400)
     assert {(arrival.prompt, arrival.answer) for arrival in same} == {(6144, 256)}
     assert len(same) == pytest.approx(400 * 6.5, rel=0.1)
     assert [a.at for a in same] == sorted(a.at for a in same)
-    assert same == OpenLoad.parse("6144/256@6.5").arrivals(400, 1)
-    mixed = OpenLoad.parse("mixed@36").arrivals(60, 1)
+    assert same == OpenLoad.parse("6144/256@6.5#1").arrivals(400)
+    assert same != OpenLoad.parse("6144/256@6.5").arrivals(400)
+    mixed = OpenLoad.parse("mixed@36#1").arrivals(60)
     assert statistics.median(arrival.prompt for arrival in mixed) == pytest.approx(490, rel=0.1)
     assert statistics.median(arrival.answer for arrival in mixed) == pytest.approx(148, rel=0.1)
 
