@@ -80,7 +80,9 @@ ServiceIds = Annotated[tuple[ServiceId, ...], NoDecode, BeforeValidator(_ids_fro
 
 def _names_from_text(value: Any) -> Any:
     """Return the names in a text, separated by commas or blanks, each once."""
-    return list(dict.fromkeys(value.replace(",", " ").split())) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return list(dict.fromkeys(value.replace(",", " ").split() or value.split()))
 
 
 def _as_browsers_send_it(origin: str) -> str:
@@ -90,7 +92,9 @@ def _as_browsers_send_it(origin: str) -> str:
     return origin.removesuffix(usual_port)
 
 
-ModelName = Annotated[str, _matching(r"[!-~]{1,200}", "1 to 200 ASCII characters, no blanks")]
+ModelName = Annotated[
+    str, _matching(r"[!-+.-~-]{1,200}", "1 to 200 ASCII characters, no blanks or commas")
+]
 ModelNames = Annotated[tuple[ModelName, ...], NoDecode, BeforeValidator(_names_from_text)]
 # The form of a browser's `Origin` header, which has no path.
 Origin = Annotated[
