@@ -102,11 +102,14 @@ def fit_context(
         layout: of the blocks.
 
     Raises:
-        ConfigError: the pool does not hold the length that was set.
+        ConfigError: the pool does not hold the length that was set, or not even one token.
     """
     fits = layout.longest_sequence(num_blocks, settings.max_num_batched_tokens)
     if full_model_len <= fits:
         return full_model_len
+    if not fits:
+        least = len(layout.groups)
+        raise ConfigError(f"a sequence needs at least {least} KV blocks: raise --num-blocks")
     if settings.max_model_len is not None:
         raise ConfigError(
             f"--max-model-len {full_model_len} does not fit: the KV pool holds {fits} tokens. "

@@ -27,6 +27,14 @@ def test_a_context_that_memory_does_not_hold_is_refused_with_what_would_fit() ->
     assert fit_context(settings, 4096, 256, layout) == 4096
 
 
+def test_a_pool_that_holds_no_token_is_refused() -> None:
+    settings = load_settings(EngineSettings, {})
+    windowed = kv_layout((None, 32), block_size=16)
+    with pytest.raises(ConfigError, match="needs at least 2 KV blocks: raise --num-blocks"):
+        fit_context(settings, 4096, 1, windowed)
+    assert fit_context(settings, 4096, 2, windowed) == 16
+
+
 def test_a_default_that_had_to_shrink_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     built = build_engine(load_settings(EngineSettings, {"device": "cpu", "num_blocks": 2}))
     assert (built.max_model_len, built.full_model_len) == (32, 4096)
