@@ -84,7 +84,7 @@ class OpenLoad:
             if at >= seconds:
                 break
             turn = contents.turn(self.seed, number)
-            found.append(Arrival(at, sum(part.tokens for part in turn.new), turn.answer_tokens))
+            found.append(Arrival(at, turn.new_tokens, turn.answer_tokens))
         return found
 
 

@@ -49,6 +49,7 @@ class GpuDivision:
         local: prompt tokens that a decode worker computes itself.
         factor: how many times the load it carries; None: this was not looked for.
         slo_gap_s: the workers' objective for gaps.
+        broken_alone: parts of the promise that a request of median length breaks without others.
     """
 
     plan: ClusterPlan
@@ -56,6 +57,7 @@ class GpuDivision:
     summary: SimulationSummary
     factor: float | None = None
     slo_gap_s: float = math.inf
+    broken_alone: frozenset[str] = frozenset()
 
     @property
     def rank(self) -> tuple[float, float, float]:
@@ -113,8 +115,9 @@ class TrialLoad:
 
     def run(self, plan: ClusterPlan, limits: WorkerLimits) -> GpuDivision:
         """Return how a division of the GPUs does."""
-        summary, gap_s = self._simulate(plan, limits, 1.0), limits.slo_gap_s
-        choice = GpuDivision(plan, limits.local_prefill_tokens, summary, slo_gap_s=gap_s)
+        summary, alone = self._simulate(plan, limits, 1.0), self._broken_alone(plan, limits)
+        local, gap_s = limits.local_prefill_tokens, limits.slo_gap_s
+        choice = GpuDivision(plan, local, summary, slo_gap_s=gap_s, broken_alone=alone)
         if not self.finds_capacity:
             return choice
 
@@ -123,6 +126,12 @@ class TrialLoad:
             return done.kept_share >= KEPT_SHARE
 
         return replace(choice, factor=highest_factor(keeps))
+
+    def _broken_alone(self, plan: ClusterPlan, limits: WorkerLimits) -> frozenset[str]:
+        firsts = sorted((each.turns[0] for each in self.load), key=lambda turn: turn.new_tokens)
+        cluster = SimulatedCluster(plan, self.machine, limits, self.seed)
+        [answer] = cluster.run([Conversation(0.0, (firsts[len(firsts) // 2],))])
+        return frozenset(answer.breaks(self.promise) if answer.outcome == "ok" else ())
 
     def _simulate(
         self, plan: ClusterPlan, limits: WorkerLimits, factor: float
@@ -172,9 +181,10 @@ def verdict(best: GpuDivision) -> str:
         label += f" with --slo-gap-s {best.slo_gap_s:g}"
     if share >= KEPT_SHARE:
         return f"Take {label}: {share:.1%} of the requests get what they are promised."
+    advice = "promise less" if best.broken_alone else "use more GPUs, or promise less"
     return (
         f"No division keeps the promise for {KEPT_SHARE:.0%} of the requests. "
-        f"{label} keeps it for {share:.1%}: use more GPUs, or promise less."
+        f"{label} keeps it for {share:.1%}: {advice}."
     )
 
 
@@ -188,12 +198,13 @@ def reason(choice: GpuDivision) -> str:
     refusals = f"{summary.refused} of {summary.requests} requests were refused: {why}"
     if 2 * summary.refused >= share * summary.requests:  # these are most of those that broke it
         return refusals
-    complaint = f"{WORDS[part]} are too long for {share:.1%} of the requests"
-    reasons = [f"{complaint}: {_cause(choice, part)}"] + [refusals] * (summary.refused > 0)
-    return "; ".join(reasons)
+    why = f"{WORDS[part]} are too long for {share:.1%} of the requests: {_cause(choice, part)}"
+    return f"{why}; {refusals}" if summary.refused else why
 
 
 def _cause(choice: GpuDivision, part: str) -> str:
+    if part in choice.broken_alone:
+        return "they are even for a request of median length that is alone"
     busy = choice.summary.busy
     prefill = max((each for name, each in busy.items() if name.startswith("prefill")), default=0.0)
     decode = max((each for name, each in busy.items() if name.startswith("decode")), default=0.0)

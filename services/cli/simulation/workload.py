@@ -45,6 +45,11 @@ class Turn:
     pause_s: float = 0.0
     continues: bool = False
 
+    @property
+    def new_tokens(self) -> int:
+        """Number of tokens in `new`."""
+        return sum(part.tokens for part in self.new)
+
 
 @dataclass(frozen=True, slots=True)
 class Conversation:

@@ -167,7 +167,15 @@ def test_the_plan_says_why() -> None:
     assert "prompts are computed in the same steps as answers" in done.stdout
     assert "a prefill worker is busy" in done.stdout
     assert "No division keeps the promise" in done.stdout
+    assert "use more GPUs, or promise less" in done.stdout
     assert pagewire("plan", "--gpus", "2", "--rate", "1").exit_code == 2
+
+
+@pytest.mark.parametrize("promise", [("--slo-ttft", "5"), ("--slo-itl", "1"), ("--slo-gap", "1")])
+def test_a_plan_says_that_no_number_of_workers_keeps_a_promise(promise: tuple[str, str]) -> None:
+    done = pagewire("plan", "--gpus", "2", "--rate", "1", *LONG_PROMPTS, *promise)
+    assert done.stdout.count("they are even for a request of median length that is alone") == 2
+    assert "0.0%: promise less." in done.stdout
 
 
 def test_a_plan_tries_local_prompts_and_finds_what_each_division_carries() -> None:
@@ -212,6 +220,7 @@ def test_a_plan_of_refused_requests_says_so() -> None:
     assert done.exit_code == 0, done.output
     assert "No division keeps the promise" in done.stdout
     assert "1P1D: 3 of 3 requests were refused: queues were full, or prompts are too" in done.stdout
+    assert "use more GPUs, or promise less" in done.stdout
 
 
 def test_the_same_cluster_is_simulated_once() -> None:
