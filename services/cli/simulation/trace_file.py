@@ -52,7 +52,7 @@ def read_trace(path: Path) -> list[Conversation]:
     except (OSError, EOFError, zlib.error) as exc:
         reason = getattr(exc, "strerror", None) or exc
         raise ConfigError(f"the trace {path} cannot be read: {reason}") from exc
-    load = parse_trace(data.split(b"\n"), str(path))
+    load = parse_trace(data.removeprefix(b"\xef\xbb\xbf").split(b"\n"), str(path))  # a BOM
     if not load:
         raise ConfigError(f"the trace {path} has no requests: each line is one, as JSON")
     return load

@@ -41,6 +41,8 @@ def test_traces_are_read_in_the_order_of_their_times(tmp_path: Path) -> None:
     packed = tmp_path / "trace.jsonl.gz"
     packed.write_bytes(gzip.compress(file.read_bytes() + b"\n"))
     assert read_trace(packed) == load
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())  # as some editors save it
+    assert read_trace(file) == load
 
 
 @pytest.mark.parametrize(
