@@ -44,6 +44,7 @@ def test_an_answer_keeps_the_promise_by_first_token_mean_and_gaps() -> None:
     assert (row["n"], row["errors"], row["req_s"], row["good"], row["good_s"]) == (
         5, 1, 2.0, 0.2, 0.5,
     )  # fmt: skip
+    assert (row["broke_ttft"], row["broke_tpot"], row["broke_gap"]) == (1, 1, 1)
     assert (row["kind"], row["mix"], row["chunks"]) == ("rate 2", "8/3", 13)
     with pytest.raises(BenchError, match="no request was answered: refused"):
         figures(load, outcomes[-1:])
