@@ -4,8 +4,27 @@ from dataclasses import replace
 
 import pytest
 
-from pagewire.services.router.http.api.openai.generation import read_completion
+from pagewire.services.router.http.api.openai.generation import read_chat, read_completion
+from pagewire.services.router.http.api.responses.inputs import read_response, with_history
 from pagewire.tests.support.request_bodies import MODEL, chat, completion, encoded, refusal
+
+LONG = replace(MODEL, max_model_len=1 << 17)
+SAY = {"role": "user", "content": "Hi"}
+INCLUDED = ["message.output_text.logprobs"]
+
+
+def long_completion(**body):
+    return read_completion(encoded({"model": "m", "prompt": "Hi", "logprobs": 20, **body}), LONG)
+
+
+def long_chat(**body):
+    asked = {"model": "m", "messages": [SAY], "logprobs": True, "top_logprobs": 20, **body}
+    return read_chat(encoded(asked), LONG)
+
+
+def long_response(**body):
+    asked = {"model": "m", "input": "Hi", "include": INCLUDED, "top_logprobs": 20, **body}
+    return read_response(with_history(encoded(asked), b""), LONG)
 
 
 @pytest.mark.parametrize(
@@ -101,3 +120,51 @@ def test_a_response_with_too_many_log_probabilities_of_prompts_is_refused():
     assert refusal(completion, prompt=prompts, n=16, logprobs=20, echo=True).param == "logprobs"
     assert completion(prompt=prompts, n=16, prompt_logprobs=1)
     assert completion(prompt=prompts, n=16, logprobs=20)
+
+
+@pytest.mark.parametrize(
+    ("call", "asked", "field", "most"),
+    [
+        (long_completion, {"prompt": ["a", "b"], "n": 128, "max_tokens": 600}, "max_tokens", 195),
+        (long_completion, {"max_tokens": 50_000}, "max_tokens", 49_932),
+        (long_completion, {"logprobs": 0, "n": 64, "max_tokens": 20_000}, "max_tokens", 16_384),
+        (long_chat, {"n": 128, "max_tokens": 400}, "max_tokens", 390),
+        (long_chat, {"n": 2, "max_completion_tokens": 30_000}, "max_completion_tokens", 24_966),
+        (long_response, {"max_output_tokens": 50_000}, "max_output_tokens", 49_932),
+        # The last event of its stream has all of them.
+        (long_response, {"max_output_tokens": 50_000, "stream": True}, "max_output_tokens", 49_932),
+    ],
+)
+def test_a_response_with_too_many_log_probabilities_of_answers_is_refused(call, asked, field, most):
+    error = refusal(call, **asked)
+    assert error.param == field
+    assert error.message.startswith(f"{field} must be at most {most}, not {asked[field]}: ")
+    assert "1048576" in error.message
+    length = call(**{**asked, field: most}).prompts[0].spec.max_tokens
+    assert length == most
+
+
+@pytest.mark.parametrize(
+    ("call", "asked", "length"),
+    [
+        (long_completion, {"max_tokens": 4096}, 4096),
+        (long_completion, {"max_tokens": 131_000, "logprobs": 7}, 131_000),
+        (long_completion, {"max_tokens": 131_000, "stream": True}, 131_000),
+        (long_completion, {"max_tokens": 131_000, "logprobs": None}, 131_000),
+        (long_chat, {"max_tokens": 131_000, "stream": True}, 131_000),
+        (long_chat, {"max_tokens": 131_000, "logprobs": False, "top_logprobs": 0}, 131_000),
+        (long_response, {"max_output_tokens": 131_000, "include": [], "top_logprobs": 0}, 131_000),
+    ],
+)
+def test_log_probabilities_of_ordinary_answers_are_not_refused(call, asked, length):
+    assert call(**asked).prompts[0].spec.max_tokens == length
+
+
+def test_without_max_tokens_answers_are_as_long_as_their_log_probabilities_allow():
+    assert long_chat().prompts[0].spec.max_tokens == 49_932
+    assert long_chat(n=128).prompts[0].spec.max_tokens == 390
+    assert long_chat(stream=True).prompts[0].spec.max_tokens > 130_000
+    assert long_response().prompts[0].spec.max_tokens == 49_932
+    assert long_completion(n=128).prompts[0].spec.max_tokens == 16
+    prompts = long_completion(prompt=["Hi"] * 64, n=128).prompts
+    assert {prompt.spec.max_tokens for prompt in prompts} == {6}

@@ -54,7 +54,8 @@ RETAIN_S: Mapping[CacheRetention, RetainSeconds] = {
     "1h": 3600,
     "24h": 86400,
 }
-MAX_PROMPT_LOGPROBS = 1 << 20  # in one response: 50k tokens with 20 likeliest ones each
+# In one response, of its prompts, and of its answers: 50k tokens with 20 likeliest ones each.
+MAX_LOGPROBS = 1 << 20
 
 
 class PromptInput(msgspec.Struct, frozen=True):
@@ -183,10 +184,12 @@ def read_completion(raw: bytes | bytearray, model: ServedModel) -> GenerationInp
     prompts = []
     sampling = sampling_of(body, body.logprobs)
     adds_special = body.add_special_tokens is not False
-    for prompt in split_prompts(body.prompt, "prompt", MAX_PROMPTS):
+    texts = split_prompts(body.prompt, "prompt", MAX_PROMPTS)
+    for prompt in texts:
         ids = prompt_ids(prompt, model, adds_special)
         ids = sampling.truncate(ids, model.max_model_len - (body.max_tokens or DEFAULT_TOKENS))
         room = _room(ids, model.max_model_len, body.max_tokens, "prompt")
+        room = _reportable(room, body, sampling, len(texts), "max_tokens")
         max_tokens = model.defaults.answer_length(room, DEFAULT_TOKENS)
         if body.max_tokens is not None:
             # Without an answer the first token, which comes with the prompt, is dropped.
@@ -260,10 +263,12 @@ def _read_chat(chat: chats.Chat, model: ServedModel) -> GenerationInput:
     check_tools(body.tools, body.tool_choice)
     wanted = model.syntax.wanted(body.tools, body.tool_choice, body.parallel_tool_calls)
     sampling = sampling_of(body, (body.top_logprobs or 0) if body.logprobs else None)
-    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    field = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    limit = getattr(body, field)
     ids = chat_ids(body, chat.options, model)
     ids = sampling.truncate(ids, model.max_model_len - (limit or DEFAULT_TOKENS))
     room = _room(ids, model.max_model_len, limit, "messages")
+    room = _reportable(room, body, sampling, 1, field)
     max_tokens = limit or model.defaults.answer_length(room, room)
     prompt = PromptInput(ids, _spec(sampling, max_tokens, model))
     continued = (body.messages[-1].text or "") if body.continue_final_message else None
@@ -343,7 +348,7 @@ def _with(prompt: PromptInput, **parameters: Any) -> PromptInput:
 
 
 def _check_size(body: GenerationBody, prompts: list[PromptInput]) -> None:
-    """Bound what a response has of its prompts' tokens.
+    """Bound what a response has of its prompts' tokens; `_reportable` bounds its answers.
 
     Raises:
         InvalidRequestError: it would have too many; names the field.
@@ -357,7 +362,7 @@ def _check_size(body: GenerationBody, prompts: list[PromptInput]) -> None:
     logprobs = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
     for field, what, count, most in (
         ("return_token_ids", "token ids of prompts", num_ids, MAX_PROMPT_TOKEN_IDS),
-        (logprobs, "log probabilities of prompt tokens", num_logprobs, MAX_PROMPT_LOGPROBS),
+        (logprobs, "log probabilities of prompt tokens", num_logprobs, MAX_LOGPROBS),
     ):
         if (body.n or 1) * count > most:
             problem = f"{(body.n or 1) * count} {what} are too many: at most {most}"
@@ -383,6 +388,35 @@ def _room(ids: list[int], max_model_len: int, max_tokens: int | None, param: str
             param,
         )
     return room
+
+
+def _reportable(
+    room: int, body: GenerationBody, sampling: SamplingParams, num_prompts: int, field: str
+) -> int:
+    """Return how many of the tokens that fit after a prompt one response can report.
+
+    Args:
+        room: tokens that fit.
+        body: what is asked for.
+        sampling: says whether the answers have log probabilities, and how many.
+        num_prompts: of the request; each is answered `n` times.
+        field: where the body says how long an answer may be.
+
+    Raises:
+        InvalidRequestError: an answer may be longer than that; names the field.
+    """
+    if sampling.logprobs is None or body.stream:
+        return room
+    num_answers, width = num_prompts * (body.n or 1), 1 + sampling.logprobs
+    longest, length = MAX_LOGPROBS // (num_answers * width), getattr(body, field)
+    if (length or 0) > longest:
+        raise InvalidRequestError(
+            f"{field} must be at most {longest}, not {length}: tokens x answers x log "
+            f"probabilities of a token ({length} x {num_answers} x {width}) may be at most "
+            f"{MAX_LOGPROBS} in one response",
+            field,
+        )
+    return min(room, longest)
 
 
 def _echo_text(prompt: str | list[int], model: ServedModel, generates: bool) -> str:

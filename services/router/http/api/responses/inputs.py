@@ -56,7 +56,8 @@ def read_response(framed: bytes | bytearray, model: ServedModel) -> GenerationIn
     history, raw = _parts(framed)
     body, fields, unknown_fields = bodies.parse_response_body(raw)
     generation = chat_input(_chat(body, fields, unknown_fields, history), model)
-    return msgspec.structs.replace(generation, turn=_turn(body, fields, generation, history))
+    turn = _turn(body, fields, generation, history)
+    return msgspec.structs.replace(generation, stream=bool(body.stream), turn=turn)
 
 
 def read_response_count(framed: bytes | bytearray, model: ServedModel) -> GenerationInput:
@@ -116,6 +117,7 @@ def _chat(
         max_completion_tokens=body.max_output_tokens,
         logprobs=body.has_logprobs,
         reasoning_effort=None if body.reasoning is None else body.reasoning.effort,
+        stream=None,  # also a stream ends with the whole response, which has bounds
         stream_options=None,
         tools=tools,
         tool_choice=_chat_choice(body.tool_choice) if has_choice else None,
