@@ -40,13 +40,19 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Also accept several names after one option, as vLLM's command does.
 
-        If an option is another program's, say what to use here.
+        If an option is another program's, say what to use here. Refuse texts that are not UTF-8:
+        only paths may have any bytes.
         """
         known = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
-        if SEVERAL in known and (advice := advice_for_option(args, known)) is not None:
-            with one_line_errors():
+        with one_line_errors():
+            if SEVERAL in known and (advice := advice_for_option(args, known)) is not None:
                 raise ConfigError(advice)
-        return list(super().parse_args(ctx, joined_names(args)))
+            rest = list(super().parse_args(ctx, joined_names(args)))
+            for param in self.params:
+                text = ctx.params.get(param.name)
+                if isinstance(text, str) and text.encode(errors="replace").decode() != text:
+                    raise ConfigError(f"{param.opts[0]} is not UTF-8 text")  # it may be a secret
+        return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, then each group in the order of its first option."""

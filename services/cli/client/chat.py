@@ -155,8 +155,8 @@ def _ask(runner: asyncio.Runner, client: OpenAIClient, talk: TerminalChat, quest
 
 def _questions() -> Iterator[str]:
     """Yield lines of stdin until its end; on a terminal, with a prompt and an editable history."""
-    if not sys.stdin.isatty():
-        yield from readable_stdin()
+    if not (stdin := readable_stdin()).isatty():
+        yield from stdin
         return
     with contextlib.suppress(ImportError):  # some builds of Python lack it
         import readline  # noqa: F401 - gives input() its editing and history

@@ -90,4 +90,4 @@ def _read_prompt(prompt: str | None) -> str:
         raise ConfigError(
             'no text to continue: give some, e.g. pagewire complete "Lambda expressions"'
         )
-    return prompt.encode(errors="replace").decode()  # an argument may have bytes that are not text
+    return prompt

@@ -40,6 +40,8 @@ from pagewire.tests.support.live_router import MODEL, SECRET, live_router
 from pagewire.tests.support.openai_server import OpenAIServer, openai_server
 from pagewire.tests.support.redis_server import RedisServer
 
+NOT_UTF8 = "\udcff"  # how Python reads the byte 0xFF of a command line
+
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
@@ -165,6 +167,12 @@ def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
         (["complete", "x", "--api-key", "clé", "--url", NOWHERE], 2, "the API key has"),
         (["complete", "x", "--api-key", "top\nsecret", "--url", NOWHERE], 2, "the API key has"),
         (["complete"], 2, "no text"),
+        (["complete", NOT_UTF8, "--url", NOWHERE], 2, "prompt is not UTF-8"),
+        (["complete", "x", "--url", NOWHERE, "--model", NOT_UTF8], 2, "--model is not UTF-8"),
+        (["chat", NOT_UTF8, "--url", NOWHERE], 2, "question is not UTF-8"),
+        (["chat", "x", "--url", NOWHERE, "--system", NOT_UTF8], 2, "--system is not UTF-8"),
+        (["bench", "--url", NOWHERE, "--model", NOT_UTF8], 2, "--model is not UTF-8"),
+        (["router", "--host", NOT_UTF8], 2, "--host is not UTF-8"),
         (["bench", "--url", NOWHERE], 1, "nothing answers"),
         (["bench", "--rate", "1", "--concurrency", "1"], 2, "exclude each other"),
         (["status", "--url", NOWHERE], 1, "no Pagewire router"),
@@ -177,6 +185,12 @@ def test_complete_takes_stdin_and_prints_json(cluster: Cluster) -> None:
         "key",
         "key-of-two-lines",
         "no-prompt",
+        "prompt-of-bytes",
+        "model-of-bytes",
+        "question-of-bytes",
+        "system-of-bytes",
+        "bench-of-bytes",
+        "host-of-bytes",
         "bench",
         "two-paces",
         "status",
@@ -240,6 +254,9 @@ def test_chat_on_a_terminal_stops_an_answer_and_goes_on(cluster: Cluster) -> Non
             read_until(main, "stopped", "> ")
             cluster.worker.step_s = 0.0
             os.write(main, b"And now?\n")
+            assert TEXT.encode() in read_until(main, "TTFT", "> ")
+            time.sleep(SETTLE_S)
+            os.write(main, b"Or\xff?\n")
             assert TEXT.encode() in read_until(main, "TTFT", "> ")
             time.sleep(SETTLE_S)
             process.send_signal(signal.SIGINT)
