@@ -1,6 +1,7 @@
 """What the router answers to good and bad requests, besides the wording of their bodies."""
 
 import asyncio
+import codecs
 import gzip
 import json
 from functools import partial
@@ -69,6 +70,26 @@ def test_cached_tokens_are_reported_and_counted(redis_url):
         label = f'{{model_name="{MODEL}"}}'
         assert await router.metric(f"vllm:prefix_cache_hits_total{label}") == 16
         assert await router.metric(f"vllm:prefix_cache_queries_total{label}") == 40
+
+    with_worker(redis_url, scenario)
+
+
+@pytest.mark.parametrize("size", [0, 20_000, 200_000])  # each is read in another place
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "Hi"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}),
+        ("/tokenize", {"prompt": "Hi"}),
+    ],
+)
+def test_a_body_may_begin_with_a_byte_order_mark(redis_url, path, body, size):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        raw = json.dumps({"model": MODEL, **body}).encode() + b" " * size
+        response = await router.http.post(path, content=codecs.BOM_UTF8 + raw)
+        assert response.status_code == 200, response.text
 
     with_worker(redis_url, scenario)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from contextlib import aclosing, asynccontextmanager
@@ -109,7 +110,7 @@ def _counted(size: int) -> int:
 
 @asynccontextmanager
 async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[bytearray]:
-    """Yield a request's body; its memory counts until the block ends.
+    """Yield a request's body without a byte order mark; its memory counts until the block ends.
 
     Raises:
         BodyEncodingError: it is compressed.
@@ -121,7 +122,8 @@ async def received_body(request: Request, memory: BodyMemory) -> AsyncIterator[b
     body = bytearray()
     try:
         await _receive(request, body, memory)
-        yield body
+        has_mark = body.startswith(codecs.BOM_UTF8)  # which some programs write before JSON
+        yield body[len(codecs.BOM_UTF8) :] if has_mark else body
     finally:
         memory.give_back(record_of(request.scope).owner, len(body))
 
