@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import sys
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -41,6 +42,8 @@ from pagewire.shared.http.connections import ConnectionCollector, Connections
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.settings.config import RouterSettings
 
+logger = logging.getLogger(__name__)
+
 KEEP_ALIVE_S = 75
 
 
@@ -62,6 +65,7 @@ class RouterService:
         self.settings, self.model = settings, model
         self.is_draining = False
         self.api_keys = load_keys(settings)
+        self._report_unknown_names()
         self.tracing: Tracing | None = open_tracing(
             settings.otlp_endpoint, "router", settings.router_id, is_server=True
         )
@@ -71,6 +75,12 @@ class RouterService:
         self._compose_placement(redis)
         self._compose_http(responses)
         self._compose_pages()
+
+    def _report_unknown_names(self) -> None:
+        """Report objectives of API keys that do not exist; the file of keys may still get them."""
+        known = set() if self.api_keys is None else self.api_keys.names
+        for name in sorted((self.settings.slo_gap_s_of_keys or {}).keys() - known):
+            logger.warning("slo_gap_s_of_keys has no effect for %s: no API key has this name", name)
 
     def _compose_placement(self, redis: Redis) -> None:
         """Make what chooses workers for a request, and carries it there."""

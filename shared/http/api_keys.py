@@ -53,11 +53,15 @@ class KeyTable:
 
     The time of a lookup reveals nothing about the keys: it compares keyed hashes, and only this
     process knows the key of the hash, so that a client cannot choose what is compared.
+
+    Attributes:
+        names: of the keys.
     """
 
     def __init__(self, keys: Iterable[ApiKey]) -> None:
         self._pepper = secrets.token_bytes(32)
         self._keys = {self._hidden(key.digest): key for key in keys}
+        self.names = {key.name for key in self._keys.values()}
 
     def __len__(self) -> int:
         return len(self._keys)
@@ -138,6 +142,11 @@ class ApiKeys:
 
     def __len__(self) -> int:
         return len(self._table)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the keys that are valid now."""
+        return self._table.names
 
     def name_of(self, sent: bytes) -> str | None:
         """Return the name of the key that a client has sent; None if it is not valid."""

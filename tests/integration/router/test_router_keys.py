@@ -216,3 +216,17 @@ def test_commands_send_the_key(keys):
         assert SAID.strip() in done.stdout
         # The operator port needs none.
         assert pagewire("status", "--operator-url", cluster.operator_url, **none).exit_code == 0
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_objectives_of_names_that_no_key_has_are_reported(redis_url, keys, caplog, has_file):
+    async def scenario(router: LiveRouter, _worker: FakeDecodeWorker) -> None:
+        assert (await router.http.get("/ready")).status_code == 200
+
+    gaps = {"alice": 0.1, "alcie": 0.1}
+    file = keys if has_file else None
+    with_worker(redis_url, scenario, api_key_file=file, slo_gap_s_of_keys=gaps)
+    reports = [line for line in caplog.messages if "slo_gap_s_of_keys" in line]
+    names = ["alcie"] if has_file else ["alcie", "alice"]
+    assert [name for line in reports for name in gaps if f" {name}:" in line] == names
+    assert len(reports) == len(names)
