@@ -89,7 +89,12 @@ class RouterService:
         # A record is renewed once per heartbeat and read twice.
         in_flight = InFlightLoad(settle_s=2 * settings.heartbeat_s)
         self.members = ClusterMembers(
-            settings, redis, in_flight.record_report, in_flight.forget, lambda: self._state
+            settings,
+            self.model.config_digest,
+            redis,
+            in_flight.record_report,
+            in_flight.forget,
+            lambda: self._state,
         )
         self.metrics = RouterMetrics(self.model.name)
         self._index = PrefixIndex(

@@ -97,6 +97,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
         metrics_endpoint: base URL of `/metrics` and `/health`.
         model: the model's name for clients.
         model_identity: workers with the same one continue each other's requests.
+        config_digest: of the model's config.json, see `config_digest`; empty: unknown.
         resume_blocks: see `KvLayout`.
         ranks: number of processes that compute the model together.
         max_model_len: longest prompt plus answer that the worker accepts.
@@ -116,6 +117,7 @@ class WorkerRecord(msgspec.Struct, frozen=True, kw_only=True):
     metrics_endpoint: _Endpoint
     model: Annotated[str, Meta(max_length=256)]
     model_identity: ModelIdentity
+    config_digest: _Name = ""
     resume_blocks: Count = 0
     ranks: Count = 1
     max_model_len: Count

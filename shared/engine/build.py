@@ -45,7 +45,7 @@ from pagewire.shared.kv.block_hash import BlockHasher
 from pagewire.shared.kv.block_pool import BlockPool, CacheListener
 from pagewire.shared.kv.kv_layout import KvLayout
 from pagewire.shared.kv.model_identity import ModelIdentity
-from pagewire.shared.model.config import model_fingerprint
+from pagewire.shared.model.config import config_digest, model_fingerprint
 from pagewire.shared.model.load_progress import quiet
 from pagewire.shared.model.model_config import ModelConfig
 from pagewire.shared.model.shard import Shard
@@ -80,6 +80,7 @@ class BuiltEngine:
     config: ModelConfig
     model_path: Path
     model_identity: ModelIdentity
+    config_digest: str
     layout: KvLayout
     device: torch.device
     max_model_len: int
@@ -176,6 +177,7 @@ def _build(
         config=config,
         model_path=loaded.path,
         model_identity=identity,
+        config_digest=config_digest(loaded.path),
         layout=layout,
         device=device,
         max_model_len=max_model_len,

@@ -175,6 +175,18 @@ def model_fingerprint(
     return state.hexdigest()
 
 
+def config_digest(path: Path) -> str:
+    """Return the part of a model's identity that a router can compute, which has no weights.
+
+    It is a hash of the fields in config.json; spaces and the order of fields do not matter.
+
+    Raises:
+        ModelLoadError: config.json is missing or malformed; one line.
+    """
+    fields = json.dumps(read_json(path / CONFIG_FILE), sort_keys=True)
+    return hashlib.blake2b(fields.encode(), digest_size=16).hexdigest()
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """Return the JSON object in one of a model directory's files.
 

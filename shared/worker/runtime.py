@@ -313,6 +313,7 @@ class WorkerRuntime:
             metrics_endpoint=self._metrics_endpoint,
             model=default_served_name(self.settings.model),
             model_identity=self.built.model_identity,
+            config_digest=self.built.config_digest,
             resume_blocks=layout.resume_blocks,
             ranks=layout.ranks,
             max_model_len=self.built.max_model_len,

@@ -11,6 +11,7 @@ from pagewire.shared.cluster.registry import OtherVersion, WorkerRecord
 from pagewire.shared.cluster.routers import RouterRecord
 
 OTHER_VERSION = "another version"
+OTHER_MODEL = "another model"
 
 
 def describe_routers(records: Sequence[RouterRecord]) -> list[dict[str, Any]]:
@@ -22,7 +23,10 @@ def describe_routers(records: Sequence[RouterRecord]) -> list[dict[str, Any]]:
 
 
 def describe_services(
-    records: Sequence[WorkerRecord], others: Sequence[OtherVersion], reachable: Collection[str]
+    records: Sequence[WorkerRecord],
+    others: Sequence[OtherVersion],
+    reachable: Collection[str],
+    served: Collection[str],
 ) -> list[dict[str, Any]]:
     """Return an object for each worker, prefill workers first, those of other releases last.
 
@@ -34,12 +38,15 @@ def describe_services(
         others: live workers that speak another protocol version.
         reachable: ids of the workers that this router is connected to. One that died stays in the
             records for a lease, but is connected no longer.
+        served: ids of those that may get requests: they have the model that is served.
     """
     links = _links_by_receiver(records)
     prefills = {record.worker_id for record in records if record.role == "prefill"}
     services = []
     for record in sorted(records, key=lambda each: (each.role != "prefill", each.worker_id)):
         state: str = record.state if record.worker_id in reachable else "unreachable"
+        if state == "ready" and record.worker_id not in served:
+            state = OTHER_MODEL
         own_links = links.get(record.worker_id, [])
         wanted = prefills if record.role == "decode" else set[str]()
         services.append(

@@ -11,6 +11,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from pagewire.services.router.cluster.description import describe_services
+from pagewire.services.router.cluster.served_workers import ServedWorkers
 from pagewire.services.router.cluster.startup import Startup
 from pagewire.services.router.cluster.worker_links import OnLoad, WorkerLinks
 from pagewire.shared.cluster.crash_reports import CrashReports
@@ -26,6 +27,7 @@ class ClusterMembers:
     """Follows the records in Redis, and keeps a link to each worker.
 
     Args:
+        config_digest: of the config.json of the model that is served.
         redis: shared with others; not closed here.
         on_load: gets the loads that workers report with their tokens.
         on_leave: gets the id of a worker that is gone.
@@ -35,6 +37,7 @@ class ClusterMembers:
         registry: reads the workers' records.
         directory: has the records of the workers that are alive.
         decode_links, prefill_links: connections to them.
+        served: which of them get requests.
         routers: announces this router, and has the records of the others.
         startup: knows what the cluster's start still waits for.
     """
@@ -42,6 +45,7 @@ class ClusterMembers:
     def __init__(
         self,
         settings: RouterSettings,
+        config_digest: str,
         redis: Redis,
         on_load: OnLoad,
         on_leave: Callable[[str], None],
@@ -67,6 +71,8 @@ class ClusterMembers:
             on_join=self._on_join,
             on_leave=self._on_leave,
         )
+        all_links = self.decode_links, self.prefill_links
+        self.served = ServedWorkers(self.directory, *all_links, config_digest)
         self.routers = RouterDirectory(
             redis, secret, settings.router_id, interval_s, settings.lease_s, state
         )
@@ -101,7 +107,9 @@ class ClusterMembers:
     def describe_services(self) -> list[dict[str, Any]]:
         """Return an object for each worker, as `/cluster` shows it."""
         reachable = {link.worker_id for link in chain(self.decode_links, self.prefill_links)}
-        return describe_services(self.directory.workers(), self.directory.others, reachable)
+        served = {record.worker_id for record in (*self.served.decodes(), *self.served.prefills())}
+        records = self.directory.workers(), self.directory.others
+        return describe_services(*records, reachable, served)
 
     def _on_join(self, record: WorkerRecord) -> None:
         """Connect to a run of a worker."""

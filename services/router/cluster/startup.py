@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from pagewire.services.router.cluster.description import OTHER_MODEL
 from pagewire.shared.cluster.worker_record import LINK_WAIT_S
 
 
@@ -35,7 +36,9 @@ class Startup:
         """
         if self._is_over:
             return []
-        ready = {service["id"] for service in services if service["state"] == "ready"}
+        # A worker with another model has started, too: waiting for it would not help.
+        started = ("ready", OTHER_MODEL)
+        ready = {service["id"] for service in services if service["state"] in started}
         missing = sorted(self._expected - ready)
         if missing:
             self._complete_since = None

@@ -9,7 +9,7 @@ const TIMEOUT_MS = 5000;
 const LEAST_POINTS = 60; // a sparkline is this wide, and later as wide as its series
 const PARTS = ["queued", "prefill", "transfer", "first token", "tokens", "no token"];
 const GOOD = ["ok", "ready"];
-const BAD = ["failed", "unreachable", "no decode worker", "another version"];
+const BAD = ["failed", "unreachable", "no decode worker", "another model", "another version"];
 
 const history = new History();
 let failures = 0, timer = null, isAsking = false, answeredAt = null, shownIds = null;

@@ -9,6 +9,7 @@ from itertools import product
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pagewire.services.router.cluster.description import OTHER_MODEL, OTHER_VERSION
 from pagewire.services.router.cluster.members import ClusterMembers
 from pagewire.services.router.placement.admission import Admission
 from pagewire.shared.cluster.registry import WorkerRecord
@@ -16,7 +17,7 @@ from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.metrics.faults import ignored_records
 
 ROLES = ("decode", "prefill")
-WORKER_STATES = ("ready", "draining", "unreachable", "another version")
+WORKER_STATES = ("ready", "draining", "unreachable", OTHER_MODEL, OTHER_VERSION)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Collection, Sequence
 from collections.abc import Set as AbstractSet
 from functools import lru_cache, partial
 
 from pagewire.services.router.cluster.members import ClusterMembers
-from pagewire.services.router.cluster.worker_links import WorkerLink, WorkerLinks
+from pagewire.services.router.cluster.worker_links import WorkerLink
 from pagewire.services.router.placement.forecast import Forecast, Forecasts
 from pagewire.services.router.placement.in_flight_load import InFlightLoad
 from pagewire.services.router.placement.placed_sessions import PlacedSessions
 from pagewire.services.router.placement.policy import Candidate, Placement, Policy, Prompt
 from pagewire.shared.base.errors import ChannelError, NoWorkerError
-from pagewire.shared.base.logs import Complaints
 from pagewire.shared.cluster.registry import WorkerRecord
 from pagewire.shared.control.protocol import LoadReport, PrefillSoon
 from pagewire.shared.costs.load import NO_LOAD, Load
 from pagewire.shared.index.prefix_index import Found, PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHash, BlockHasher
-from pagewire.shared.kv.model_identity import first_difference
 from pagewire.shared.request.sampling import RequestSpec
-
-logger = logging.getLogger(__name__)
 
 WAKE_INTERVAL_S = 0.05  # a worker that was woken polls for a tenth of this time
 _MAX_HASHERS = 16
@@ -49,30 +44,16 @@ class WorkerSelector:
         in_flight: InFlightLoad,
     ) -> None:
         self._directory, self._index = members.directory, index
+        self._served = members.served
         self._links, self._prefill_links = members.decode_links, members.prefill_links
         self._policy, self._in_flight = policy, in_flight
         self._hasher = lru_cache(_MAX_HASHERS)(partial(BlockHasher, cluster_secret))
         self._forecasts, self._sessions = Forecasts(), PlacedSessions()
-        self._complaints = Complaints(logger)
         self._next_wake_s = 0.0
 
     def decode_records(self) -> list[WorkerRecord]:
-        """Return the records of the decode workers that take requests and can be reached.
-
-        All serve one model: that of the worker that was linked first. Others are used when there is
-        no such worker any more, as after an upgrade.
-        """
-        records = self._ready(self._links)
-        for record in records:
-            theirs, first = record.model_identity, records[0].model_identity
-            if theirs != first:
-                difference = first_difference(theirs, first, "it", records[0].worker_id)
-                self._complaints.say(
-                    record.worker_id,
-                    record.epoch,
-                    f"{record.worker_id} gets no requests: {difference}",
-                )
-        return [each for each in records if each.model_identity == records[0].model_identity]
+        """Return the records of the decode workers that get requests; all have one model."""
+        return self._served.decodes()
 
     def max_model_len(self, model_len: int) -> int:
         """Return the longest sequence that every decode worker takes."""
@@ -104,19 +85,15 @@ class WorkerSelector:
         Returns:
             Links, each with the amount that the prompt adds to its worker's load.
         """
-        decodes, prefills = self.decode_records(), self._ready(self._prefill_links)
-        identity = next((record.model_identity for record in (*decodes, *prefills)), None)
-        prefills = [
-            record
-            for record in prefills
-            if record.model_identity == identity and record.worker_id not in excluded
-        ]
-        if prefills or identity is None:
+        decodes, prefills = (
+            [record for record in records if record.worker_id not in excluded]
+            for records in (self._served.decodes(), self._served.prefills())
+        )
+        if prefills or not decodes:
             wanted = Load(tokens=num_tokens)
             ordered = sorted(prefills, key=lambda record: self._load(record).tokens)
         else:
-            wanted = Load(blocks=-(-num_tokens // identity.block_size))
-            decodes = [record for record in decodes if record.worker_id not in excluded]
+            wanted = Load(blocks=-(-num_tokens // decodes[0].model_identity.block_size))
             ordered = sorted(decodes, key=lambda record: self._load(record).blocks)
         links = [self.link_of(record.worker_id) for record in ordered]
         return [(link, wanted) for link in links if link is not None]
@@ -124,10 +101,6 @@ class WorkerSelector:
     def link_of(self, worker_id: str) -> WorkerLink | None:
         """Return the connection to a worker of either role; None if there is none."""
         return self._links.get(worker_id) or self._prefill_links.get(worker_id)
-
-    def _ready(self, links: WorkerLinks) -> list[WorkerRecord]:
-        known = (self._directory.get(link.worker_id) for link in links)
-        return [record for record in known if record is not None and record.state == "ready"]
 
     def _load(self, record: WorkerRecord) -> Load:
         """Return a worker's load: what it last reported, and what was placed since."""
@@ -232,7 +205,7 @@ class WorkerSelector:
         if time.monotonic() < self._next_wake_s:
             return
         self._next_wake_s = time.monotonic() + WAKE_INTERVAL_S
-        for record in self._ready(self._prefill_links):
+        for record in self._served.prefills():
             link = self._prefill_links.get(record.worker_id)
             if link is not None and not self._load(record).tokens:
                 with contextlib.suppress(ChannelError):  # a lost connection is handled by the links

@@ -15,7 +15,7 @@ from pagewire.shared.base.errors import (
     ModelNotFoundError,
     PagewireError,
 )
-from pagewire.shared.model.config import load_config
+from pagewire.shared.model.config import config_digest, load_config
 from pagewire.shared.model.generation import load_sampling_defaults
 from pagewire.shared.model.pooling import PoolingRules, load_pooling
 from pagewire.shared.model.source import resolve_model, served_names
@@ -44,6 +44,7 @@ class ServedModel:
         defaults: sampling parameters for requests that do not set them.
         syntax: how the model writes tool calls and reasoning.
         eos_token_ids: end-of-sequence tokens: any of them ends an answer.
+        config_digest: hash of config.json; workers with another one get no requests.
         hidden_size: the length of an embedding.
         pooling: how embeddings are made, or why the model cannot make any.
         before_template: called before a request's own template is compiled; None: requests may
@@ -58,6 +59,7 @@ class ServedModel:
     defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 - immutable
     syntax: ChatSyntax = ChatSyntax()  # noqa: RUF009 - immutable
     eos_token_ids: tuple[int, ...] = ()
+    config_digest: str = ""
     hidden_size: int = 0
     pooling: PoolingRules | str = PoolingRules()  # noqa: RUF009 - immutable
     before_template: Callable[[], None] | None = None
@@ -98,6 +100,7 @@ class ServedModel:
             defaults=load_sampling_defaults(path, settings.generation_config),
             syntax=syntax,
             eos_token_ids=config.eos_token_ids,
+            config_digest=config_digest(path),
             hidden_size=config.hidden_size,
             pooling=_pooling(path),
             before_template=_not_here if settings.trust_request_chat_template else None,

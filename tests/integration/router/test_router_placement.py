@@ -17,10 +17,16 @@ from pagewire.shared.control.protocol import LoadReport
 from pagewire.shared.costs.load import Load
 from pagewire.shared.index.prefix_index import PrefixIndex
 from pagewire.shared.kv.block_hash import BlockHasher
+from pagewire.shared.model.config import config_digest
+from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.request.sampling import RequestSpec
 from pagewire.tests.support.aio import eventually, run_async
-from pagewire.tests.support.fake_decode_worker import FakeDecodeWorker, fake_prefill_worker
-from pagewire.tests.support.live_router import SECRET, LiveRouter, live_router
+from pagewire.tests.support.fake_decode_worker import (
+    HEARTBEAT_S,
+    FakeDecodeWorker,
+    fake_prefill_worker,
+)
+from pagewire.tests.support.live_router import MODEL, SECRET, LiveRouter, live_router
 from pagewire.tests.support.placing_cluster import PlacingCluster, with_cluster
 from pagewire.tests.support.redis_server import RedisServer
 from pagewire.tests.support.worker_records import IDENTITY
@@ -330,14 +336,64 @@ def test_workers_of_another_model_or_block_size_get_nothing_while_the_first_ones
     run_async(main())
     said = [record.message for record in caplog.records]
     for number, field, model in ((1, "fingerprint", OTHER_MODEL), (3, "block_size", OTHER_BLOCKS)):
-        values = f"it has {field} {getattr(model, field)}, decode-0 {getattr(IDENTITY, field)}"
+        values = (
+            f"it has {field} {getattr(model, field)}, the served model {getattr(IDENTITY, field)}"
+        )
         assert any(f"decode-{number} gets no requests: {values}" in text for text in said)
+
+
+def test_a_worker_with_another_config_never_gets_requests(redis, caplog):
+    own = config_digest(demo_model_path())
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            strays = [
+                FakeDecodeWorker(
+                    redis.url, SECRET, f"{role}-9", role=role, config_digest="another", **stray
+                )
+                for role, stray in (("decode", {}), ("prefill", {"model_identity": OTHER_MODEL}))
+            ]
+            for stray in strays:
+                await stack.enter_async_context(stray)
+            async with live_router(redis.url) as router:  # it finds the strays first
+                await eventually(lambda: all(stray.num_routers == 1 for stray in strays))
+                for epoch in (1, 2):  # the right worker restarts
+                    assert (await router.http.get("/ready")).status_code == 503
+                    early = asyncio.create_task(router.complete(prompt="Hi", max_tokens=1))
+                    await asyncio.sleep(2 * HEARTBEAT_S)
+                    assert not early.done()  # it waits for the right worker
+                    async with FakeDecodeWorker(
+                        redis.url, SECRET, epoch=epoch, config_digest=own
+                    ) as right:
+                        await router.ready()
+                        assert (await early).status_code == 200
+                        for _ in range(4):
+                            response = await router.complete(prompt="Hi", max_tokens=1)
+                            assert response.status_code == 200, response.text
+                        embedding = {"model": MODEL, "input": "Hi"}
+                        response = await router.http.post("/v1/embeddings", json=embedding)
+                        assert response.status_code == 200, response.text
+                        assert (len(right.generated), len(right.embedded)) == (5, 1)
+                        services = (await router.cluster()).json()["services"]
+                        states = {each["id"]: each["state"] for each in services}
+                        other = dict.fromkeys(("decode-9", "prefill-9"), "another model")
+                        assert states == {"decode-0": "ready", **other}
+                        label = 'state="another_model",worker_role="decode"'
+                        assert await router.metric(f"pagewire_workers{{{label}}}") == 1
+                    await router.ready(0)
+            assert not any(stray.generated or stray.embedded for stray in strays)
+
+    run_async(main())
+    why = "its model's config.json is not that of this router's --model"
+    for role in ("decode", "prefill"):
+        assert f"{role}-9 gets no requests: {why}" in caplog.messages
 
 
 def reachable(router: LiveRouter) -> int:
     """Workers that the router has a connection to."""
     return sum(
-        service["state"] == "ready" for service in router.service.describe_cluster()["services"]
+        service["state"] != "unreachable"
+        for service in router.service.describe_cluster()["services"]
     )
 
 

@@ -16,6 +16,7 @@ from pagewire.tests.support.watch import METRIC, RULE_FILES, alerts, program, re
 
 AT = "40m"
 STEADY, OFF = "1x60", "0x60"
+UNUSABLE = ("unreachable", "another_model", "another_version")
 
 
 def rising(a_minute: float) -> str:
@@ -137,8 +138,11 @@ CASES = {
         [{**SCRAPED, **DECODE}],
     ),
     "PagewireWorkerUnusable": Case(
-        {of("pagewire_workers", "router", "r0", worker_role="decode", state="unreachable"): STEADY},
-        [{"worker_role": "decode", "state": "unreachable"}],
+        {
+            of("pagewire_workers", "router", "r0", worker_role="decode", state=state): STEADY
+            for state in UNUSABLE
+        },
+        [{"worker_role": "decode", "state": state} for state in UNUSABLE],
     ),
     "PagewireMixedReleases": Case(
         {

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from pagewire.shared.base.errors import ModelLoadError
-from pagewire.shared.model.config import load_config, model_fingerprint
+from pagewire.shared.model.config import config_digest, load_config, model_fingerprint
 from pagewire.shared.model.demo import demo_model_path
 from pagewire.shared.model.families import ARCHITECTURES
 from pagewire.shared.model.rope_config import RopeConfig
@@ -328,6 +328,15 @@ def test_fingerprint_is_that_of_the_content(demo_copy: Path) -> None:
     assert fingerprint == model_fingerprint(demo_copy, config)
     assert len(fingerprint) == 32
     assert int(fingerprint, 16)
+
+
+def test_config_digest_is_that_of_the_fields(demo_copy: Path) -> None:
+    digest = config_digest(demo_model_path())
+    fields = json.loads((demo_copy / "config.json").read_text(encoding="utf-8"))
+    _write(demo_copy, json.dumps(dict(reversed(fields.items())), indent=3))
+    assert config_digest(demo_copy) == digest
+    _write(demo_copy, fields | {"rope_theta": 12345.0})
+    assert config_digest(demo_copy) != digest
 
 
 @pytest.mark.parametrize("where", ["config", "header", "first-tensor", "middle", "last-byte"])

@@ -55,5 +55,10 @@ def test_links_that_cannot_be_had_are_awaited_for_a_while() -> None:
     assert startup.waiting_for([decode(), prefill()]) == []
 
 
+def test_an_expected_worker_with_another_model_is_not_awaited() -> None:
+    startup = Startup(["prefill-0", "decode-0"])
+    assert startup.waiting_for([decode(linked=True), prefill("another model")]) == []
+
+
 def test_strangers_are_not_awaited() -> None:
     assert Startup(["decode-0"]).waiting_for([decode(), prefill(), decode(name="other")]) == []
