@@ -34,12 +34,13 @@ class Work(StepWork, frozen=True, gc=False):
     longest: int = 0
 
 
-class StepTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Times of steps: a curve over all tokens of a step, and prices of what attention does.
 
     Attributes:
-        curve: pairs of tokens (rows and prompt tokens) and milliseconds, both ascending. Between
-            two pairs time is linear; after the last one, as between the last two.
+        curve: pairs of tokens (rows and prompt tokens) and milliseconds. Tokens ascend, times at
+            least do not descend. Between two pairs time is linear; after the last one, as between
+            the last two.
         row_us: of each decode row, in addition.
         context_ns: of each token that a decode row attends to.
         product_ns: of each pair of a prompt token and a token that it attends to.
@@ -54,6 +55,10 @@ class StepTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     product_ns: Price = 0.0
     longest_ns: Price = 0.0
     split_rows: Count = 32
+
+    def __post_init__(self) -> None:
+        if any(x0 >= x1 or y0 > y1 for (x0, y0), (x1, y1) in pairwise(self.curve)):
+            raise ValueError("the tokens and the times of `curve` must ascend")
 
     def step_s(self, work: Work) -> float:
         """Return the seconds of a step."""
@@ -76,7 +81,7 @@ class StepTable(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return (y0 + (y1 - y0) * (max(tokens, self.curve[0][0]) - x0) / (x1 - x0)) * 1e-3
 
 
-class WirePrices(msgspec.Struct, frozen=True, kw_only=True):
+class WirePrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """KV transfer between two workers.
 
     Attributes:
@@ -96,7 +101,7 @@ class WirePrices(msgspec.Struct, frozen=True, kw_only=True):
     export_us: Price = 0.0
 
 
-class HostPrices(msgspec.Struct, frozen=True, kw_only=True):
+class HostPrices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The host's times outside steps, in milliseconds.
 
     Attributes:
@@ -159,9 +164,6 @@ def load_machine(name: str) -> MachinePrices:
             f"no machine {name!r}: give a JSON file ({exc.strerror}), or one of {', '.join(known)}"
         ) from exc
     try:
-        machine = msgspec.json.decode(data, type=MachinePrices)
+        return msgspec.json.decode(data, type=MachinePrices)
     except (msgspec.DecodeError, UnicodeDecodeError) as exc:
         raise ConfigError(f"machine {name}: {exc}") from exc
-    if any(before[0] >= after[0] for before, after in pairwise(machine.steps.curve)):
-        raise ConfigError(f"machine {name}: the tokens of steps.curve must ascend")
-    return machine

@@ -7,10 +7,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner, Result
 
 from pagewire.services.cli.main import app
+from pagewire.services.cli.simulation.machine import load_machine
 from pagewire.services.cli.simulation.trace_file import read_trace
 from pagewire.services.cli.simulation.workload import PromptPart, Turn
 from pagewire.shared.base.errors import ConfigError
@@ -133,6 +135,30 @@ def test_a_wrong_machine_is_one_line(tmp_path: Path) -> None:
     done = pagewire("simulate", "--rate", "1", "--machine", str(file))
     assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
     assert "$.kv_blocks" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "value", "error"),
+    [
+        ("steps", "row_ms", 1, "unknown field `row_ms` - at `$.steps`"),
+        ("wire", "gbs", 1, "unknown field `gbs` - at `$.wire`"),
+        ("host", "hop_us", 1, "unknown field `hop_us` - at `$.host`"),
+        ("steps", "curve", [[1, 100], [10, 1]], "must ascend - at `$.steps`"),
+        ("steps", "curve", [[1, 1], [20, 2], [10, 3]], "must ascend - at `$.steps`"),
+        ("steps", "curve", [[1, 1], [1, 2]], "must ascend - at `$.steps`"),
+    ],
+)
+def test_all_parts_of_a_machine_are_checked(
+    tmp_path: Path, part: str, field: str, value: Any, error: str
+) -> None:
+    machine = msgspec.to_builtins(load_machine("h200-llama-3.1-8b"))
+    machine[part][field] = value
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(machine))
+    for command in (("simulate",), ("plan", "--gpus", "2", "--slo-ttft", "600")):
+        done = pagewire(*command, "--rate", "1", "--requests", "2", "--machine", str(file))
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+        assert error in done.stderr
 
 
 LONG_PROMPTS = ("--prompt-tokens", "6000", "--output-tokens", "64", "--requests", "60")
