@@ -8,6 +8,13 @@ STEPS = 6  # bisections after the bounds are known
 HIGHEST, LOWEST = 64.0, 1 / 64
 
 
+def in_words(factor: float) -> str:
+    """Return what a result of `highest_factor` says, such as "1.50 times this load"."""
+    if factor >= HIGHEST:
+        return f"at least {HIGHEST:g} times this load"
+    return f"{factor:.2f} times this load" if factor else f"less than 1/{1 / LOWEST:g} of this load"
+
+
 def highest_factor(keeps: Callable[[float], bool]) -> float:
     """Return the highest factor at which `keeps` holds, by halving the range again and again.
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from pagewire.services.cli.error_exit import one_line_errors
 from pagewire.services.cli.simulation import options
-from pagewire.services.cli.simulation.capacity import highest_factor
+from pagewire.services.cli.simulation.capacity import highest_factor, in_words
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.command import print_json
 from pagewire.services.cli.simulation.machine import MachinePrices
@@ -151,6 +151,7 @@ def _report(choice: GpuDivision) -> dict[str, object]:
         "local_prefill_tokens": choice.local,
         "slo_gap_s": None if choice.slo_gap_s == math.inf else choice.slo_gap_s,
         "capacity": choice.factor,
+        "carries": None if choice.factor is None else in_words(choice.factor),
         "why": reason(choice),
         **msgspec.to_builtins(choice.summary),
     }
@@ -165,7 +166,7 @@ def _show(choices: Sequence[GpuDivision], promise: Promise) -> None:
     print_whole(console, table_of(summaries, promise))
     console.print(verdict(ranked[0]), soft_wrap=True)
     for label, each in zip(labels, ranked, strict=True):
-        carries = "" if each.factor is None else f"carries {each.factor:.2f} times this load; "
+        carries = "" if each.factor is None else f"carries {in_words(each.factor)}; "
         console.print(f"  {label}: {carries}{reason(each)}", soft_wrap=True)
 
 

@@ -218,6 +218,14 @@ def test_a_plan_tries_local_prompts_and_finds_what_each_division_carries() -> No
     assert capacities == sorted(capacities, reverse=True)
     assert found[0]["workers"] == "2 aggregated"
     assert found[-1]["capacity"] > 1
+    assert found[-1]["carries"] == f"{found[-1]['capacity']:.2f} times this load"
+
+
+def test_a_plan_names_the_end_of_its_search_as_one() -> None:
+    load = ("--gpus", "1", "--rate", "0.01", "--requests", "2", "--slo-ttft", "9000", "--capacity")
+    assert "carries at least 64 times this load; " in pagewire("plan", *load).stdout
+    assert best(*load)["carries"] == "at least 64 times this load"
+    assert best(*load[:-1])["carries"] is None
 
 
 def test_workers_may_try_to_keep_the_promised_gap() -> None:

@@ -10,7 +10,7 @@ from typing import get_args
 import msgspec
 import pytest
 
-from pagewire.services.cli.simulation.capacity import highest_factor
+from pagewire.services.cli.simulation.capacity import highest_factor, in_words
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.machine import (
     HostPrices,
@@ -282,6 +282,9 @@ def test_the_capacity_is_found(limit: float) -> None:
 def test_capacity_is_bounded() -> None:
     assert highest_factor(lambda _factor: False) == 0.0
     assert highest_factor(lambda _factor: True) == 64.0
+    assert in_words(0.0) == "less than 1/64 of this load"
+    assert in_words(63.9) == "63.90 times this load"
+    assert in_words(64.0) == "at least 64 times this load"
 
 
 def test_a_promise_is_broken_in_parts() -> None:
