@@ -203,8 +203,9 @@ class SimulatedCluster:
             core.sequences.add(sequence)
         except (OverloadedError, InvalidRequestError) as exc:
             request.unload()
-            refused = {decode.name} if isinstance(exc, OverloadedError) else self.workers
-            request.refused_by.update(refused)  # all workers refuse an invalid request
+            request.answer.is_too_long = isinstance(exc, InvalidRequestError)
+            refused = self.workers if request.answer.is_too_long else {decode.name}
+            request.refused_by.update(refused)  # all workers refuse what is too long
             self.events.after(2 * self.machine.host.hop_ms * 1e-3, partial(self._place, request))
             return
         self._requests[request.name] = request

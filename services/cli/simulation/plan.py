@@ -182,11 +182,17 @@ def verdict(best: GpuDivision) -> str:
         label += f" with --slo-gap-s {best.slo_gap_s:g}"
     if share >= KEPT_SHARE:
         return f"Take {label}: {share:.1%} of the requests get what they are promised."
-    advice = "promise less" if best.broken_alone else "use more GPUs, or promise less"
     return (
         f"No division keeps the promise for {KEPT_SHARE:.0%} of the requests. "
-        f"{label} keeps it for {share:.1%}: {advice}."
+        f"{label} keeps it for {share:.1%}: {_advice(best)}."
     )
+
+
+def _advice(best: GpuDivision) -> str:
+    summary = best.summary
+    if 2 * summary.too_long >= (1 - summary.kept_share) * summary.requests:
+        return "give workers more KV blocks (--num-blocks), or send shorter prompts"
+    return "promise less" if best.broken_alone else "use more GPUs, or promise less"
 
 
 def reason(choice: GpuDivision) -> str:
@@ -195,7 +201,10 @@ def reason(choice: GpuDivision) -> str:
     part, share = max(summary.broken.items(), key=lambda item: item[1])
     if share == 0:
         return "keeps every part of the promise"
-    why = "queues were full, or prompts are too long for a worker's KV pool"
+    why = "queues were full"
+    if summary.too_long:
+        others = "; queues were full for the others" if summary.too_long < summary.refused else ""
+        why = f"{summary.too_long} need more KV blocks than a worker has{others}"
     refusals = f"{summary.refused} of {summary.requests} requests were refused: {why}"
     if 2 * summary.refused >= share * summary.requests:  # these are most of those that broke it
         return refusals

@@ -52,6 +52,7 @@ class SimulatedAnswer:
         known_tokens: of these, the ones that some worker had computed by then: what a cache without
             bounds that all workers share would have had.
         is_remote: a prefill worker computed the prompt.
+        is_too_long: it was refused, since its prompt needs more KV blocks than a worker has.
     """
 
     sent_s: float
@@ -60,6 +61,7 @@ class SimulatedAnswer:
     cached_tokens: int = 0
     known_tokens: int = 0
     is_remote: bool = False
+    is_too_long: bool = False
     outcome: Outcome = "unfinished"
 
     @property
@@ -117,6 +119,7 @@ class SimulationSummary:
     Attributes:
         requests: how many were sent.
         refused: requests that no worker took.
+        too_long: of these, the ones that need more KV blocks than a worker has.
         seconds: virtual time from the first request to the last token.
         completed_per_s: complete answers a second.
         kept_per_s: complete answers a second that kept the promise.
@@ -133,6 +136,7 @@ class SimulationSummary:
 
     requests: int
     refused: int
+    too_long: int
     seconds: float
     completed_per_s: float
     kept_per_s: float
@@ -174,6 +178,7 @@ def summarize(
     return SimulationSummary(
         requests=len(answers),
         refused=sum(answer.outcome == "refused" for answer in answers),
+        too_long=sum(answer.is_too_long for answer in answers),
         seconds=seconds,
         completed_per_s=_ratio(len(complete), seconds),
         kept_per_s=_ratio(num_kept, seconds),

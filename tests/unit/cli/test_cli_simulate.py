@@ -255,8 +255,9 @@ def test_a_plan_of_refused_requests_says_so() -> None:
     done = pagewire("plan", *load, "--num-blocks", "100", "--slo-ttft", "600")
     assert done.exit_code == 0, done.output
     assert "No division keeps the promise" in done.stdout
-    assert "1P1D: 3 of 3 requests were refused: queues were full, or prompts are too" in done.stdout
-    assert "use more GPUs, or promise less" in done.stdout
+    assert "1P1D: 3 of 3 requests were refused: 3 need more KV blocks than a worker" in done.stdout
+    assert "0.0%: give workers more KV blocks (--num-blocks), or send shorter" in done.stdout
+    assert "more GPUs" not in done.stdout
 
 
 def test_the_same_cluster_is_simulated_once() -> None:

@@ -21,7 +21,7 @@ from pagewire.services.cli.simulation.machine import (
     load_machine,
     machine_names,
 )
-from pagewire.services.cli.simulation.plan import GpuDivision, reason
+from pagewire.services.cli.simulation.plan import GpuDivision, reason, verdict
 from pagewire.services.cli.simulation.results import Promise, SimulatedAnswer, summarize
 from pagewire.services.cli.simulation.wire import KvLink
 from pagewire.services.cli.simulation.worker import WorkerLimits
@@ -315,6 +315,24 @@ def test_refusals_are_the_reason_only_if_they_broke_most(refused: int, is_first:
     text = reason(GpuDivision(ClusterPlan(1, 1), 0, found))
     assert text.startswith("3 of 5 requests were refused" if is_first else "first tokens are too")
     assert (f"{refused} of {2 + refused} requests were refused" in text) == (refused > 0)
+
+
+@pytest.mark.parametrize(
+    ("too_long", "why"),
+    [
+        (0, "queues were full"),
+        (2, "2 need more KV blocks than a worker has; queues were full for the others"),
+        (3, "3 need more KV blocks than a worker has"),
+    ],
+)
+def test_refusals_have_their_causes(too_long: int, why: str) -> None:
+    answers = [
+        SimulatedAnswer(1.0, 10, is_too_long=number < too_long, outcome="refused")
+        for number in range(3)
+    ]
+    choice = GpuDivision(ClusterPlan(1, 1), 0, summarize(answers, Promise(1.0), 0, {}))
+    assert reason(choice) == f"3 of 3 requests were refused: {why}"
+    assert ("more KV blocks (--num-blocks)" in verdict(choice)) == (too_long > 1)
 
 
 def test_routers_know_what_others_have_placed() -> None:
