@@ -50,7 +50,7 @@ class WorkerDirectory:
         on_join: Callable[[WorkerRecord], None] | None = None,
         on_leave: Callable[[WorkerRecord], None] | None = None,
     ) -> None:
-        self.redis_ok = False
+        self.redis_ok = self._is_silent = False
         self.others: tuple[OtherVersion, ...] = ()
         self._registry, self._poll_s, self._grace_s = registry, poll_s, grace_s
         self._explain_after_s, self._own_id = explain_after_s, own_id
@@ -86,9 +86,9 @@ class WorkerDirectory:
         except RedisUnavailableError as exc:
             self._on_failure(exc)
             return
-        if not self.redis_ok:
+        if self._is_silent:
             logger.info("Redis answers again, workers in the registry: %d", len(records))
-        self.redis_ok = True
+        self.redis_ok, self._is_silent = True, False
         self._last_success = time.monotonic()
         current = [record for record in records if not self._is_outdated(record)]
         self.others = tuple(entry for entry in current if isinstance(entry, OtherVersion))
@@ -122,9 +122,9 @@ class WorkerDirectory:
             logger.warning("cannot look for workers of another cluster: %s", exc)
 
     def _on_failure(self, exc: RedisUnavailableError) -> None:
-        if self.redis_ok:
+        if not self._is_silent:
             logger.warning("Redis does not answer, keeping the worker records read before: %s", exc)
-        self.redis_ok = False
+        self.redis_ok, self._is_silent = False, True
         if time.monotonic() - self._last_success > self._grace_s:
             self.others = ()
             for worker_id in list(self._records):

@@ -1,4 +1,5 @@
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -154,6 +155,26 @@ def test_without_redis_the_last_view_stays_for_the_grace_time(
                 assert watched.events == [("join", "a", 1), ("leave", "a", 1), ("join", "a", 2)]
 
     run_async(scenario())
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_redis_answers_again_only_if_it_had_not_answered(
+    redis_server: RedisServer, caplog: pytest.LogCaptureFixture, is_there: bool
+) -> None:
+    async def scenario() -> None:
+        async with registry_at(redis_server.url) as registry:
+            if not is_there:
+                redis_server.kill()
+            async with watching(registry) as watched:
+                if not is_there:
+                    assert caplog.text.count("Redis does not answer") == 1
+                    redis_server.start()
+                    await eventually(lambda: watched.directory.redis_ok)
+                await watched.directory.refresh()
+
+    with caplog.at_level(logging.INFO):
+        run_async(scenario())
+    assert caplog.text.count("Redis answers again") == (not is_there)
 
 
 def test_a_failing_listener_does_not_stop_the_directory(
