@@ -91,13 +91,13 @@ class LocalCluster:
         self.operator_url = ready["operator_url"]
 
     def wait_whole(self, timeout: float = 60.0) -> None:
-        """Wait until all workers that have died are back and linked."""
+        """Wait until all workers that have died or ended are back and linked."""
         wait_until(self._is_whole, timeout, lambda: self.output, every=0.1)
 
     def _is_whole(self) -> bool:
         dead = set()
         for line in self.lines:
-            if " died: " in line:
+            if " died: " in line or " ended: " in line:
                 dead.add(line.partition(" ")[0])
             elif line.endswith(" is ready again"):
                 dead.discard(line.partition(" ")[0])

@@ -292,7 +292,8 @@ class Supervisor:
 
 def _report(status: ChildStatus, ended: ExitStatus, lived_s: float) -> str:
     """Return what explains a child's end: its exit code or signal, and what it wrote last."""
-    head = f"{status.name} died: {ended}; it had run for {lived_s:.1f} s"
+    verb = "died" if ended.code else "ended"
+    head = f"{status.name} {verb}: {ended}; it had run for {lived_s:.1f} s"
     if not (lines := what_explains(status.log.tail(TAIL_LINES), REPORTED_LINES)):
         return f"{head} and written nothing ({status.log.path})"
     return "\n".join([f"{head}; its last lines ({status.log.path}):", *[f"  {x}" for x in lines]])

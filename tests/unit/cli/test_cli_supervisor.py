@@ -181,6 +181,26 @@ def test_backoff_grows_until_the_child_is_stable(tmp_path: Path) -> None:
     assert said[0].startswith("fragile died: exit code 4")
 
 
+def test_a_child_that_ends_cleanly_has_not_died(tmp_path: Path) -> None:
+    said: list[str] = []
+    handler = "lambda *_: sys.exit()"
+    code = (
+        f"import signal, sys\nsignal.signal(15, {handler})\nprint('up', flush=True)\nsignal.pause()"
+    )
+
+    async def run() -> None:
+        async with Supervisor(tmp_path, said.append) as supervisor:
+            supervisor.start(script(code, "w"))
+            [status] = supervisor.statuses
+            await eventually(lambda: status.log.last_line == "up")
+            assert status.pid is not None
+            os.kill(status.pid, signal.SIGTERM)
+            await eventually(lambda: said)
+
+    run_async(run())
+    assert said[0].startswith("w ended: exit code 0; it had run for ")
+
+
 def test_ready_means_the_new_process_not_the_record_of_the_dead_one(tmp_path: Path) -> None:
     said: list[str] = []
 
