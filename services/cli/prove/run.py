@@ -64,7 +64,7 @@ async def run_proof(device: str, log_dir: Path, view: View) -> Proof:
     """
     proof, began = Proof(), time.monotonic()
     machine = inspect_machine()
-    view.starting(len(machine.gpus) if device != "cpu" else 0)
+    view.starting(device, len(machine.gpus))
     with (
         private_dir() as private,
         (log_dir / "up.log").open("w", encoding="utf-8") as log,

@@ -30,9 +30,16 @@ class View:
         self._word = ""  # the beginning of a word that is not complete
         self._blanks = 0  # spaces before the next word
 
-    def starting(self, num_gpus: int) -> None:
-        """The cluster's first process is about to start."""
-        where = f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}" if num_gpus else "the CPU"
+    def starting(self, device: str, num_gpus: int) -> None:
+        """Print where workers run; the cluster's first process is about to start.
+
+        Args:
+            device: as the command line has it.
+            num_gpus: found on this machine; workers may find some where the driver's tool does not.
+        """
+        where = "GPUs" if device == "cuda" else "the CPU"
+        if num_gpus and device != "cpu":
+            where = f"{num_gpus} GPU{'s' if num_gpus > 1 else ''}"
         self._line(f"{PREFILL} prefill and {DECODE} decode workers start, on {where} ...", "dim")
 
     def started(self, seconds: float) -> None:

@@ -137,6 +137,21 @@ def test_the_result_names_what_failed() -> None:
     assert plain[1:3] == ["  ok   gap          1 s", "  FAIL blocks left  3"]
 
 
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "where"),
+    [
+        ("auto", 0, "the CPU"),
+        ("auto", 1, "1 GPU"),
+        ("cpu", 2, "the CPU"),
+        ("cuda", 2, "2 GPUs"),
+        ("cuda", 0, "GPUs"),  # the workers look for some in another way, and say if there is none
+    ],
+)
+def test_the_start_says_where_workers_run(device: str, num_gpus: int, where: str) -> None:
+    [line] = printed(lambda view: view.starting(device, num_gpus))
+    assert line.endswith(f" decode workers start, on {where} ...")
+
+
 def test_a_fault_stands_between_the_words_of_the_answer() -> None:
     def show(view: View) -> None:
         view.disturbed()
