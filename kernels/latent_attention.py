@@ -14,6 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._context_splits import (
+    Division,
+    SplitResults,
+    combine_splits,
+    divide,
+    find_split,
+    padded_rows,
+)
 from pagewire.kernels._launch import (
     await_predecessor,
     next_power_of_2,
@@ -22,9 +30,8 @@ from pagewire.kernels._launch import (
 )
 from pagewire.kernels._scores import LOG2_E
 from pagewire.kernels.errors import UnsupportedShapeError
-from pagewire.kernels.paged_decode import choose_splits, combine_splits
 
-_MAX_SPLITS = 32  # the second kernel has a program hold a latent vector of each
+_MOST_USUAL = 32  # splits of each context; more take longer to combine
 _RESIDENT = 2  # programs of an SM: its registers hold two
 _MIN_DOT = 16
 _MANY_ROWS = 17  # and more take larger tiles
@@ -32,7 +39,7 @@ MAX_RANK = 512
 MAX_ROTATED = 128
 
 
-@triton.jit(do_not_specialize=["splits", "tables_stride"])
+@triton.jit(do_not_specialize=["sequences", "further", "most", "tables_stride"])
 def _latent_attention_kernel(
     q_ptr,
     rope_ptr,
@@ -41,9 +48,12 @@ def _latent_attention_kernel(
     cu_query_lens_ptr,  # [B + 1]; None: one query a sequence
     seq_lens_ptr,
     out_ptr,  # [T, H, C], written if there is a single split
-    partial_ptr,  # [B, H, splits, C] float32
-    lse_ptr,  # [B, H, splits] float32, base 2
-    splits,
+    partial_ptr,  # of `SplitResults`, like the next two
+    lse_ptr,
+    splits_ptr,
+    sequences,
+    further,
+    most,
     scale_log2,
     q_stride_token,
     q_stride_head,
@@ -63,14 +73,22 @@ def _latent_attention_kernel(
     BLOCK_M: tl.constexpr,
     TILE: tl.constexpr,
     SINGLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    SEQUENCES: tl.constexpr,  # at least `sequences`
     STAGES: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    sequence = tl.program_id(2)
-    split = tl.program_id(1)
     # The last tile of queries has the longest context: it starts first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     await_predecessor(OVERLAPS)
+    if SINGLE:
+        sequence, split, splits, place = tl.program_id(1), 0, 1, 0
+    else:
+        sequence, split, splits, place = find_split(
+            seq_lens_ptr, splits_ptr, sequences, further, most, TILE, 0, EVEN, SEQUENCES
+        )
+        if sequence >= sequences:
+            return
     seq_len = tl.load(seq_lens_ptr + sequence)
     if seq_len < 0:
         return
@@ -87,7 +105,7 @@ def _latent_attention_kernel(
     split_len = tl.cdiv(tl.cdiv(visible, TILE), splits) * TILE
     start = split * split_len
     stop = tl.minimum(start + split_len, visible)
-    if (start >= visible) & (not SINGLE):
+    if (start >= visible) & (split > 0):
         return
 
     rows = first_row + tl.arange(0, BLOCK_M)
@@ -139,14 +157,14 @@ def _latent_attention_kernel(
     # An empty sequence has an `l_i` of 0 and yields zeros.
     safe_l = tl.where(l_i > 0.0, l_i, 1.0)
     result = acc / safe_l[:, None]
-    if SINGLE:
+    if splits == 1:
         out_rows = out_ptr + tokens_of_rows * out_stride_token + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=row_mask)
     else:
-        cells = (tokens_of_rows * HEADS + heads) * splits + split
-        out_rows = partial_ptr + cells * RANK
-        tl.store(out_rows[:, None] + dims[None, :], result, mask=row_mask)
+        cells = place.to(tl.int64) * HEADS + heads
+        partial_rows = partial_ptr + cells * RANK
+        tl.store(partial_rows[:, None] + dims[None, :], result, mask=row_mask)
         tl.store(lse_ptr + cells, m_i + tl.log2(safe_l), mask=valid)
 
 
@@ -212,17 +230,14 @@ def latent_attention(
     rows = _MANY_ROWS if one_tiling else heads * max_query_len
     config = _choose_config(rows, q_latent.element_size())
     row_tiles = -(-heads * max_query_len // config.block_m)
-    splits = 1
+    division = Division(1, True, 0, 1)
     if cu_query_lens is None:
         tiles = max(1, -(-block_tables.shape[1] * block_size // config.tile))
-        splits = choose_splits(sequences * row_tiles, tiles, sm_count(cache.device), _RESIDENT)
-        splits = min(splits, _MAX_SPLITS)
-    partial = lse = out  # unused without a split
-    if splits > 1:
-        cells = (sequences, heads, splits)
-        partial = torch.empty((*cells, rank), dtype=torch.float32, device=out.device)
-        lse = torch.empty(cells, dtype=torch.float32, device=out.device)
-    _latent_attention_kernel[(row_tiles, splits, sequences)](
+        sms = sm_count(cache.device)
+        division = divide(sequences, row_tiles, tiles, sms, _RESIDENT, _MOST_USUAL)
+    further = division.further
+    results = SplitResults.empty(sequences, further, out) if further else None
+    _latent_attention_kernel[(row_tiles, sequences + further)](
         q_latent,
         q_rope,
         cache,
@@ -230,9 +245,10 @@ def latent_attention(
         cu_query_lens,
         seq_lens,
         out,
-        partial,
-        lse,
-        splits,
+        *(results or (out, out, out)),  # unused without a split
+        sequences,
+        further,
+        division.most,
         scale * LOG2_E,
         *q_latent.stride()[:2],
         *q_rope.stride()[:2],
@@ -247,11 +263,13 @@ def latent_attention(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE=config.tile,
-        SINGLE=splits == 1,
+        SINGLE=results is None,
+        EVEN=division.is_even,
+        SEQUENCES=1 if division.is_even else padded_rows(sequences),
         STAGES=config.stages,
         num_warps=config.num_warps,
         **overlap_options(cache.device, sequences * max_query_len, 0 if one_tiling else 4),
     )
-    if splits > 1:
-        combine_splits(partial, lse, seq_lens, out, config.tile)
+    if results is not None:
+        combine_splits(results, seq_lens, out, division, config.tile, 1)
     return out

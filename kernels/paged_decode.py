@@ -9,13 +9,19 @@ positions are split; earlier blocks are not read, nor are their entries in the b
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from pagewire.kernels._context_splits import (
+    SplitResults,
+    combine_splits,
+    divide,
+    find_split,
+    padded_rows,
+)
 from pagewire.kernels._fp8_kv import as_operand, scores_factor, times_scale
 from pagewire.kernels._launch import (
     await_predecessor,
@@ -31,23 +37,17 @@ from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
 _TILE_BYTES = 16384
 # Block ids are fetched stages ahead of the rows that they address: five stages hold two tiles.
 _STAGES = 5
-# Programs of an SM: its shared memory holds the tiles of three. With a cache in FP8, registers
-# leave room for two, but splits for three were fast, too.
-_RESIDENT = 3
 # Programs without splits that fill all SMs about twice are faster with half as many warps and one
 # tile in shared memory (docs/notes/kernels.md).
 _STAGES_OF_MANY = 4
 _RESIDENT_OF_MANY = 4  # such programs of an SM
 _WAVES_OF_MANY = 1.9  # how often they must fill all SMs
-_MAX_SPLITS = 128
-# Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
-_BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
 # See `overlap_options`. Programs that start while the kernel before still has some SMs crowd the
 # others, and the fullest SM ends last: a step of four rows of 16k took 9 % longer.
 _MOST_OVERLAPPING_ROWS = 1
 
 
-@triton.jit(do_not_specialize=["splits", "tables_stride"])
+@triton.jit(do_not_specialize=["rows", "further", "most", "tables_stride"])
 def _paged_decode_kernel(
     q_ptr,
     k_ptr,
@@ -55,9 +55,12 @@ def _paged_decode_kernel(
     tables_ptr,
     seq_lens_ptr,
     out_ptr,  # [B, H, D], written if there is a single split
-    partial_ptr,  # [B, H, splits, D] float32
-    lse_ptr,  # [B, H, splits] float32, base 2
-    splits,
+    partial_ptr,  # of `SplitResults`, like the next two
+    lse_ptr,
+    splits_ptr,
+    rows,
+    further,
+    most,
     scale_log2,
     v_scale,  # of a cache in FP8
     q_stride_row,
@@ -79,15 +82,23 @@ def _paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
     SINGLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,  # at least `rows`
     STAGES: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 for none
     CAP: tl.constexpr,  # base 2; 0 for none
     OVERLAPS: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    row = tl.program_id(2)
     await_predecessor(OVERLAPS)
+    if SINGLE:
+        row, split, splits, place = tl.program_id(1), 0, 1, 0
+    else:
+        row, split, splits, place = find_split(
+            seq_lens_ptr, splits_ptr, rows, further, most, TILE, WINDOW, EVEN, ROWS
+        )
+        if row >= rows:
+            return
     seq_len = tl.load(seq_lens_ptr + row)
     if seq_len < 0:
         return
@@ -99,7 +110,7 @@ def _paged_decode_kernel(
     if WINDOW > 0:
         start += seq_len - visible
     stop = tl.minimum(start + split_len, seq_len)
-    if (start >= seq_len) & (not SINGLE):
+    if (start >= seq_len) & (split > 0):
         return
 
     members = tl.arange(0, GROUP_PAD)
@@ -147,110 +158,21 @@ def _paged_decode_kernel(
         acc = tl.dot(p.to(q.dtype), values.to(q.dtype), acc, input_precision="ieee")
         m_i = m_new
 
-    if SINGLE and sinks_ptr is not None:
-        l_i += sink_weight(tl.load(sinks_ptr + heads, mask=member_mask, other=0.0), m_i)
+    if sinks_ptr is not None:
+        weight = sink_weight(tl.load(sinks_ptr + heads, mask=member_mask, other=0.0), m_i)
+        l_i += tl.where(splits == 1, weight, 0.0)
     # An empty sequence has an `l_i` of 0 and yields zeros.
     safe_l = tl.where(l_i > 0.0, l_i, 1.0)
     result = times_scale(acc / safe_l[:, None], v_scale, v_ptr)
-    if SINGLE:
+    if splits == 1:
         out_rows = out_ptr + row64 * out_stride_row + heads * out_stride_head
         out = result.to(out_ptr.dtype.element_ty)
         tl.store(out_rows[:, None] + dims[None, :], out, mask=q_mask)
     else:
-        cells = (row64 * (tl.num_programs(0) * GROUP) + heads) * splits + split
-        out_rows = partial_ptr + cells * DIM
-        tl.store(out_rows[:, None] + dims[None, :], result, mask=q_mask)
+        cells = place.to(tl.int64) * (tl.num_programs(0) * GROUP) + heads
+        partial_rows = partial_ptr + cells * DIM
+        tl.store(partial_rows[:, None] + dims[None, :], result, mask=q_mask)
         tl.store(lse_ptr + cells, m_i + tl.log2(safe_l), mask=member_mask)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine_splits_kernel(
-    partial_ptr,  # [B, H, splits, D] float32
-    lse_ptr,  # [B, H, splits] float32, base 2
-    seq_lens_ptr,
-    out_ptr,
-    splits,
-    out_stride_row,
-    out_stride_head,
-    sinks_ptr,  # [H], None without
-    DIM: tl.constexpr,
-    DIM_PAD: tl.constexpr,
-    TILE: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    WINDOW: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-):
-    head = tl.program_id(0)
-    row = tl.program_id(1)
-    await_predecessor(OVERLAPS)
-    visible = tl.load(seq_lens_ptr + row)
-    if visible < 0:
-        return
-    if WINDOW > 0:
-        visible = tl.minimum(visible, WINDOW)
-    split_len = tl.cdiv(tl.cdiv(visible, TILE), splits) * TILE
-    split = tl.arange(0, SPLITS_PAD)
-    used = (split < splits) & (split * split_len < visible)
-    dims = tl.arange(0, DIM_PAD)
-    mask = used[:, None]
-    if DIM < DIM_PAD:
-        mask = mask & (dims < DIM)[None, :]
-    first = (row.to(tl.int64) * tl.num_programs(0) + head) * splits
-    lse = tl.load(lse_ptr + first + split, mask=used, other=float("-inf"))
-    partial = tl.load(
-        partial_ptr + (first + split)[:, None] * DIM + dims[None, :],
-        mask=mask,
-        other=0.0,
-    )  # [SPLITS, D]
-    # A finite maximum avoids -inf minus -inf for an empty sequence.
-    m_i = tl.maximum(tl.max(lse, axis=0), -1.0e30)
-    p = tl.exp2(lse - m_i)
-    l_i = tl.sum(p, axis=0)
-    if sinks_ptr is not None:
-        l_i += sink_weight(tl.load(sinks_ptr + head), m_i)
-    result = tl.sum(partial * p[:, None], axis=0) / tl.where(l_i > 0.0, l_i, 1.0)
-    out = out_ptr + row.to(tl.int64) * out_stride_row + head * out_stride_head
-    if DIM < DIM_PAD:
-        tl.store(out + dims, result.to(out_ptr.dtype.element_ty), mask=dims < DIM)
-    else:
-        tl.store(out + dims, result.to(out_ptr.dtype.element_ty))
-
-
-@lru_cache(maxsize=4096)
-def choose_splits(programs: int, tiles: int, sms: int, resident: int = _RESIDENT) -> int:
-    """Return the number of splits of every context.
-
-    Args:
-        programs: Programs without a split: batch rows times KV heads.
-        tiles: Tiles of the longest context that the block tables can hold, or of the window.
-        sms: Streaming multiprocessors of the device.
-        resident: Programs that one of them runs at once.
-
-    The lengths themselves are unknown here. The result minimises an estimate of the time, whose
-    unit is the time in which one program by itself reads one tile. While all SMs are full, the
-    device's bandwidth limits the programs. The last ones no longer fill it: `resident` of them
-    share an SM, and all SMs that have none are idle, so that `_TILES_AN_SM` limits them. One or two
-    programs are expected to have long contexts, because only these gain by many splits. The
-    constants are fitted to an H200.
-    """
-    most_at_once = sms * resident
-    if programs >= 2 * most_at_once:
-        return 1
-    expected = min(tiles, 64 if programs > 2 else 256)
-    bandwidth = sms * _BANDWIDTH_AN_SM
-
-    def cost(splits: int) -> float:
-        each = -(-expected // splits) + 0.5
-        waves, rest = divmod(programs * splits, most_at_once)
-        # Programs of the first wave are spread over all SMs.
-        speed = rest if waves == 0 else -(-rest // resident) * _TILES_AN_SM
-        units = waves * most_at_once * each / bandwidth
-        if rest:
-            units += rest * each / min(bandwidth, speed)
-        return units + 0.0055 * programs * splits * (splits > 1)
-
-    most = max(1, min(tiles, _MAX_SPLITS, most_at_once))
-    return min(range(1, most + 1), key=cost)
 
 
 class Tiling(NamedTuple):
@@ -323,21 +245,19 @@ def paged_decode(
     tile, stages, warps = choose_tiling(programs, group_pad, dim_pad, *itemsizes, sms)
     longest = block_tables.shape[1] * block_size
     tiles = max(1, -(-min(longest, window or longest) // tile))
-    splits = choose_splits(programs, tiles, sms)
-    partial = lse = out  # unused without a split
-    if splits > 1:
-        partial = torch.empty((rows, heads, splits, dim), dtype=torch.float32, device=q.device)
-        lse = torch.empty((rows, heads, splits), dtype=torch.float32, device=q.device)
-    _paged_decode_kernel[(kv_heads, splits, rows)](
+    division = divide(rows, kv_heads, tiles, sms)
+    results = SplitResults.empty(rows, division.further, out) if division.further else None
+    _paged_decode_kernel[(kv_heads, rows + division.further)](
         q,
         k_cache,
         v_cache,
         block_tables,
         seq_lens,
         out,
-        partial,
-        lse,
-        splits,
+        *(results or (out, out, out)),  # unused without a split
+        rows,
+        division.further,
+        division.most,
         scores_factor(scale, k_cache, kv_scales),
         kv_scales.values,
         *q.stride()[:2],
@@ -352,47 +272,16 @@ def paged_decode(
         DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size,
         TILE=tile,
-        SINGLE=splits == 1,
+        SINGLE=results is None,
+        EVEN=division.is_even,
+        ROWS=1 if division.is_even else padded_rows(rows),
         STAGES=stages,
         WINDOW=window or 0,
         CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=warps,
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
-    if splits > 1:
-        combine_splits(partial, lse, seq_lens, out, tile, window or 0, sinks)
+    if results is not None:
+        overlapping = _MOST_OVERLAPPING_ROWS
+        combine_splits(results, seq_lens, out, division, tile, overlapping, window or 0, sinks)
     return out
-
-
-def combine_splits(
-    partial: torch.Tensor,  # [B, H, splits, D] float32
-    lse: torch.Tensor,  # [B, H, splits] float32, base 2
-    seq_lens: torch.Tensor,  # [B] int32
-    out: torch.Tensor,  # [B, H, D]
-    tile: int,
-    window: int = 0,
-    sinks: torch.Tensor | None = None,  # [H]
-) -> None:
-    """Combine the attention over splits into the attention over the whole context.
-
-    A context is split as in `_paged_decode_kernel`: into equal numbers of tiles of `tile`
-    positions; the last splits may have fewer or none.
-    """
-    rows, heads, splits, dim = partial.shape
-    splits_pad = next_power_of_2(splits)
-    _combine_splits_kernel[(heads, rows)](
-        partial,
-        lse,
-        seq_lens,
-        out,
-        splits,
-        *out.stride()[:2],
-        sinks,
-        DIM=dim,
-        DIM_PAD=next_power_of_2(dim),
-        TILE=tile,
-        SPLITS_PAD=splits_pad,
-        WINDOW=window,
-        num_warps=4 if splits_pad * dim <= 4096 else 8,
-        **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels import _context_splits as splits_module
 from pagewire.kernels import paged_decode as decode_module
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 from pagewire.kernels.errors import KernelError, UnsupportedShapeError
@@ -31,6 +32,8 @@ LARGE_DECODE_CASES = {
     "group-8": decode_case((5000, 17), 64, 8),
     "dim-96": decode_case((1000, 33, 2047), 32, 32, 96),
     "174-ragged": decode_case(tuple(range(0, 4000, 23))),
+    "one-long-of-100": decode_case((100,) * 99 + (12000,)),
+    "long-first-of-600": decode_case((9000, *range(599))),
     "300-short-dim-256-group-10": decode_case(tuple(range(300)), 40, 4, 256),
 }
 PREFILL_CASES = {
@@ -80,18 +83,25 @@ def test_large_decode_matches_reference(case, dtype, kernels, reference, assert_
     _check_decode(case, "cuda", dtype, kernels, reference, assert_close)
 
 
+@pytest.mark.parametrize("least_tiles", [1, 1000], ids=["by-length", "even"])
 @pytest.mark.parametrize("splits", [1, 2, 7, 30])
 def test_decode_is_right_for_any_number_of_splits(
-    splits, device, kernels, reference, assert_close, monkeypatch
+    splits, least_tiles, device, kernels, reference, assert_close, monkeypatch
 ):
-    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
-    case = decode_case((1, 0, 129, 500), 4, 1, 64)
-    _check_decode(case, device, torch.float32, kernels, reference, assert_close)
+    monkeypatch.setattr(splits_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "_LEAST_TILES", least_tiles)
+    for lengths in ((1, 0, 129, 500), (3000,) + (20,) * 40, (20,) * 40 + (3000, 0)):
+        case = decode_case(lengths, 4, 1, 64)
+        _check_decode(case, device, torch.float32, kernels, reference, assert_close)
 
 
+@pytest.mark.parametrize("least_tiles", [1, 1000], ids=["by-length", "even"])
 @pytest.mark.parametrize("splits", [1, 7])
-def test_decode_leaves_rows_without_a_sequence(splits, device, kernels, reference, monkeypatch):
-    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
+def test_decode_leaves_rows_without_a_sequence(
+    splits, least_tiles, device, kernels, reference, monkeypatch
+):
+    monkeypatch.setattr(splits_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "_LEAST_TILES", least_tiles)
     x = decode_case((20, 300, 40), 4, 2, 32).build(device, torch.float32)
     lengths = x.seq_lens.clone()
     lengths[1] = -1
@@ -179,7 +189,7 @@ def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
     ],
 )
 def test_choice_of_splits(programs, tiles, expected):
-    assert decode_module.choose_splits(programs, tiles, 132) in expected
+    assert splits_module.choose_splits(programs, tiles, 132) in expected
 
 
 @pytest.mark.parametrize(
@@ -200,4 +210,4 @@ def test_choice_of_tilings(programs, group_pad, itemsizes, expected):
     chosen = decode_module.choose_tiling(programs, group_pad, 128, itemsize, cache_itemsize, 132)
     assert chosen == expected
     if chosen.warps == 2:
-        assert decode_module.choose_splits(programs, 4096, 132) == 1
+        assert splits_module.choose_splits(programs, 4096, 132) == 1

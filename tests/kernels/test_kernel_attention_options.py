@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import paged_decode as decode_module
+from pagewire.kernels import _context_splits as splits_module
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 
 OPTIONS = {
@@ -120,12 +120,14 @@ def test_decode_matches_reference(case, options, device, kernels, reference, ass
     assert_close(_decode(x, kernels), _decode(x, reference))
 
 
+@pytest.mark.parametrize("least_tiles", [1, 1000], ids=["by-length", "even"])
 @pytest.mark.parametrize("splits", [1, 2, 7])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_decode_is_right_for_any_number_of_splits(
-    splits, options, device, kernels, reference, assert_close, monkeypatch
+    splits, options, least_tiles, device, kernels, reference, assert_close, monkeypatch
 ):
-    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "_LEAST_TILES", least_tiles)
     case = replace(decode_case((1, 0, 129, 300), 4, 1, 64), **options)
     x = case.build(device, torch.float32)
     assert_close(_decode(x, kernels), _decode(x, reference))
@@ -172,11 +174,11 @@ def test_scores_far_apart(device, kernels, reference, assert_close):
 def test_a_long_context_is_cut_like_its_window(device, kernels, monkeypatch):
     tiles = []
 
-    def choose(_programs, count, _sms):
+    def choose(_programs, count, *_):
         tiles.append(count)
         return 1
 
-    monkeypatch.setattr(decode_module, "choose_splits", choose)
+    monkeypatch.setattr(splits_module, "choose_splits", choose)
     case = decode_case((3000,), 2, 1, 64)
     for window in (None, 128, 129):
         _decode(replace(case, window=window).build(device, torch.float32), kernels)

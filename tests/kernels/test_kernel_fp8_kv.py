@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pagewire.kernels import _context_splits as splits_module
 from pagewire.kernels import _kv_copies, load_ops
-from pagewire.kernels import paged_decode as decode_module
 from pagewire.kernels._kv_copies import copy_blocks, heads_at_once
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 from pagewire.kernels.fp8_numbers import UNSCALED, KvScales
@@ -79,11 +79,13 @@ def test_decode_matches_reference(case, options, q_dtype, device, kernels, refer
 
 
 @EACH_DTYPE
+@pytest.mark.parametrize("least_tiles", [1, 1000], ids=["by-length", "even"])
 @pytest.mark.parametrize("splits", [1, 2, 7])
 def test_decode_is_right_for_any_number_of_splits(
-    splits, q_dtype, device, kernels, reference, assert_close, monkeypatch
+    splits, least_tiles, q_dtype, device, kernels, reference, assert_close, monkeypatch
 ):
-    monkeypatch.setattr(decode_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "_LEAST_TILES", least_tiles)
     case = replace(decode_case((1, 0, 129, 300), 4, 1, 64), kv_scales=SCALES, has_sinks=True)
     x = case.build(device, q_dtype)
     assert_close(_decode(x, kernels), _decode(x, reference))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pagewire.kernels import _context_splits as splits_module
 from pagewire.kernels import latent_attention as attention_module
 from pagewire.kernels.bench.inputs import LatentCase
 from pagewire.kernels.errors import UnsupportedShapeError
@@ -61,9 +62,13 @@ def test_attention_matches_the_reference(case, device, kernels, reference, asser
     assert_close(_attend(x, kernels), _attend(x, reference))
 
 
+@pytest.mark.parametrize("least_tiles", [1, 1000], ids=["by-length", "even"])
 @pytest.mark.parametrize("splits", [1, 2, 7])
-def test_any_number_of_splits(splits, device, kernels, reference, assert_close, monkeypatch):
-    monkeypatch.setattr(attention_module, "choose_splits", lambda *_: splits)
+def test_any_number_of_splits(
+    splits, least_tiles, device, kernels, reference, assert_close, monkeypatch
+):
+    monkeypatch.setattr(splits_module, "choose_splits", lambda *_: splits)
+    monkeypatch.setattr(splits_module, "_LEAST_TILES", least_tiles)
     x = LatentCase((1, 0, 129, 300), None, *WIDE).build(device, torch.float32)
     assert_close(_attend(x, kernels), _attend(x, reference))
     x.seq_lens[2] = -1  # no sequence

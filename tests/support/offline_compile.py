@@ -57,7 +57,7 @@ _MOST_SHARED = 227 * 1024  # bytes, of a program on a Hopper GPU
 # Bytes that a thread of these kernels may spill; benchmarks include these spills.
 _SPILLS = {"_hopper_prefill_kernel": 64, "_latent_attention_kernel": 128}
 _SPILLS |= {"_paged_prefill_kernel": 192}  # with heads of 256 over a cache in FP8
-_SPILLS |= {"_paged_decode_kernel": 8, "_four_bit_product_kernel": 48}  # 2 warps, FP8; 64 rows
+_SPILLS |= {"_paged_decode_kernel": 16, "_four_bit_product_kernel": 48}  # 2 warps, FP8; 64 rows
 _SPILLS |= {"_all_reduce_kernel": 8}  # with Triton 3.6
 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 9):  # it spills more than 3.6 and 3.7
     _SPILLS |= {"_hopper_prefill_kernel": 160, "_each_kernel": 16}
