@@ -60,10 +60,11 @@ SHAPING = {
 }
 
 
-def _decode(batch: int, context: int) -> BenchCase:
-    x = decode_case((context,) * batch).build("cuda", DTYPE)
-    shape, work = f"{batch} x {context}", 4.0 * batch * context * KV_HEADS * DIM
-    call = attend(x, is_decode=True)
+def _decode(batch: int, context: int, longest: int | None = None) -> BenchCase:
+    lengths = (context,) * (batch - 1) + (longest or context,)
+    x = decode_case(lengths).build("cuda", DTYPE)
+    shape = f"{batch} x {context}" + (f", one of them {longest}" if longest else "")
+    work, call = 4.0 * sum(lengths) * KV_HEADS * DIM, attend(x, is_decode=True)
     return BenchCase("paged_decode", shape, call, work, peer=flash_attention_3(x))
 
 
@@ -342,7 +343,7 @@ def _kv_pack(count: int) -> Iterator[BenchCase]:
 
 # Iterators, so that a caller can free one case's tensors before the next one's are made.
 CASES: dict[str, Callable[[], Iterator[BenchCase]]] = {
-    "paged_decode": lambda: (_decode(*lengths) for lengths in DECODE),
+    "paged_decode": lambda: (_decode(*each) for each in (*DECODE, *TABLES["decode_mixed"])),
     "paged_prefill": lambda: (_prefill(*lengths) for lengths in PREFILL),
     "kv_in_fp8": _kv_in_fp8,
     "attention_grid": grid_cases,
