@@ -3,7 +3,7 @@
 
 A row of a program's tile is one head of one query. All rows attend to the same rows of the cache. A
 tile reads each of them once: the whole row is the key, its first part the value. Decode steps split
-the context; the second kernel of `paged_decode` combines the splits.
+the context; `_decode_splits.py` divides it and combines the splits.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._context_splits import (
+from pagewire.kernels._decode_splits import (
     Division,
     SplitResults,
     combine_splits,
@@ -82,7 +82,7 @@ def _latent_attention_kernel(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     await_predecessor(OVERLAPS)
     if SINGLE:
-        sequence, split, splits, place = tl.program_id(1), 0, 1, 0
+        sequence, split, splits, place = tl.program_id(1), 0, 1, tl.program_id(1)
     else:
         sequence, split, splits, place = find_split(
             seq_lens_ptr, splits_ptr, sequences, further, most, TILE, 0, EVEN, SEQUENCES
@@ -271,5 +271,5 @@ def latent_attention(
         **overlap_options(cache.device, sequences * max_query_len, 0 if one_tiling else 4),
     )
     if results is not None:
-        combine_splits(results, seq_lens, out, division, config.tile, 1)
+        combine_splits(results, seq_lens, out, division, config.tile)
     return out

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pagewire.kernels._context_splits import (
+from pagewire.kernels._decode_splits import (
     SplitResults,
     combine_splits,
     divide,
@@ -92,7 +92,7 @@ def _paged_decode_kernel(
     kv_head = tl.program_id(0)
     await_predecessor(OVERLAPS)
     if SINGLE:
-        row, split, splits, place = tl.program_id(1), 0, 1, 0
+        row, split, splits, place = tl.program_id(1), 0, 1, tl.program_id(1)
     else:
         row, split, splits, place = find_split(
             seq_lens_ptr, splits_ptr, rows, further, most, TILE, WINDOW, EVEN, ROWS
@@ -282,6 +282,5 @@ def paged_decode(
         **overlap_options(q.device, rows, _MOST_OVERLAPPING_ROWS),
     )
     if results is not None:
-        overlapping = _MOST_OVERLAPPING_ROWS
-        combine_splits(results, seq_lens, out, division, tile, overlapping, window or 0, sinks)
+        combine_splits(results, seq_lens, out, division, tile, window or 0, sinks)
     return out

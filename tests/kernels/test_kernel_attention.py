@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagewire.kernels import _context_splits as splits_module
+from pagewire.kernels import _decode_splits as splits_module
 from pagewire.kernels import paged_decode as decode_module
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 from pagewire.kernels.errors import KernelError, UnsupportedShapeError
@@ -190,6 +190,17 @@ def test_unsupported_shapes_are_refused(heads, kv_heads, dim, kernels):
 )
 def test_choice_of_splits(programs, tiles, expected):
     assert splits_module.choose_splits(programs, tiles, 132) in expected
+
+
+@pytest.mark.parametrize("width", [1, 4, 8, 140])
+def test_equal_contexts_have_the_usual_splits_when_they_are_divided_by_length(width):
+    for rows in range(2, 600):
+        division = splits_module.divide(rows, width, 256, 132)
+        for tiles in (1, 7, 256):
+            extra = tiles * division.further // (rows * tiles)
+            assert extra == division.usual - 1
+        assert 0 <= division.further < division.usual * rows
+        assert 1 <= division.most <= 1 + division.further
 
 
 @pytest.mark.parametrize(

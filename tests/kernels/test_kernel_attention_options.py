@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import _context_splits as splits_module
+from pagewire.kernels import _decode_splits as splits_module
 from pagewire.kernels.bench.inputs import PagedCase, decode_case
 
 OPTIONS = {

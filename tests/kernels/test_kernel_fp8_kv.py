@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pagewire.kernels import _context_splits as splits_module
+from pagewire.kernels import _decode_splits as splits_module
 from pagewire.kernels import _kv_copies, load_ops
 from pagewire.kernels._kv_copies import copy_blocks, heads_at_once
 from pagewire.kernels.bench.inputs import PagedCase, decode_case

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagewire.kernels import _context_splits as splits_module
+from pagewire.kernels import _decode_splits as splits_module
 from pagewire.kernels import latent_attention as attention_module
 from pagewire.kernels.bench.inputs import LatentCase
 from pagewire.kernels.errors import UnsupportedShapeError

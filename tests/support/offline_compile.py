@@ -102,6 +102,7 @@ PREFILLS = (
 )
 DECODES = (
     decode_case((600,) * 2),
+    decode_case((4000,) + (1,) * 39),  # divided by their lengths
     *(
         replace(decode_case((600,) * rows, dim=dim), kv_scales=UNSCALED)
         for rows, dim in ((2, 64), (2, 128), (200, 128), (200, 256))

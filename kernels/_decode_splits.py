@@ -19,19 +19,20 @@ import triton.language as tl
 from pagewire.kernels._launch import await_predecessor, next_power_of_2, overlap_options
 from pagewire.kernels._scores import sink_weight
 
-MAX_SPLITS = 128  # of each context
-_MOST_SPLITS = 64  # of a long one among short ones
+MAX_SPLITS = 128  # of each context, if all have as many
+_MOST_SPLITS = 64  # of a long context among short ones
 # Programs of an SM: its shared memory holds the tiles of three. With a cache in FP8, registers
 # leave room for two, but splits for three were fast, too.
 RESIDENT = 3
 # Tiles that a full SM reads while a single program reads one: if all SMs read, and if it is alone.
 _BANDWIDTH_AN_SM, _TILES_AN_SM = 1.7, 2.3
-# If contexts may have more tiles than this, they are divided by their lengths.
+# Contexts that may have this many tiles are divided by their lengths.
 _LEAST_TILES = 33
 # Rows that fill the device need no splits if they are equally long. These further programs for each
 # of them split the longer ones (docs/notes/kernels.md).
 _FURTHER_A_ROW = 0.75
 _SPLITS_AT_ONCE = 8  # at least, that a program of the second kernel reads
+_MOST_OVERLAPPING_ROWS = 1  # of the second kernel, see `overlap_options`
 
 
 class Division(NamedTuple):
@@ -39,7 +40,7 @@ class Division(NamedTuple):
 
     Attributes:
         usual: splits of each context if all are equally long.
-        is_even: each context has as many.
+        is_even: each context has `usual` splits, however long it is.
         further: programs of a KV head beyond one for each row.
         most: largest number of splits of a row.
     """
@@ -78,7 +79,7 @@ def divide(
 
 @lru_cache(maxsize=4096)
 def choose_splits(programs: int, tiles: int, sms: int, resident: int = RESIDENT) -> int:
-    """Return the number of splits of every context if all are equally long.
+    """Return the number of splits of every context that suits equal lengths.
 
     Args:
         programs: Programs without a split: batch rows times KV heads.
@@ -152,16 +153,16 @@ def find_split(
             own = _tiles(tl.load(seq_lens_ptr + row), TILE, WINDOW)
             more = tl.minimum(own * further // total, most - 1)
             if tl.program_id(0) == 0:
-                each = tl.minimum(tiles * further // total, most - 1)
+                extra = tl.minimum(tiles * further // total, most - 1)
                 tl.store(splits_ptr + 2 * row, more + 1)
-                tl.store(splits_ptr + 2 * row + 1, tl.sum(tl.where(index < row, each, 0)))
+                tl.store(splits_ptr + 2 * row + 1, tl.sum(tl.where(index < row, extra, 0)))
         else:
             number = program - rows
-            each = tl.minimum(tiles * further // total, most - 1)
-            ends = tl.cumsum(each)
+            extra = tl.minimum(tiles * further // total, most - 1)
+            ends = tl.cumsum(extra)
             row = tl.sum((ends <= number).to(tl.int32))
-            more = tl.sum(tl.where(index == row, each, 0))
-            split = number - tl.sum(tl.where(index == row, ends - each, 0)) + 1
+            more = tl.sum(tl.where(index == row, extra, 0))
+            split = number - tl.sum(tl.where(index == row, ends - extra, 0)) + 1
         splits = more + 1
     return row, split, splits, place
 
@@ -267,7 +268,6 @@ def combine_splits(
     out: torch.Tensor,  # [B, H, D]
     division: Division,
     tile: int,
-    most_overlapping_rows: int,
     window: int = 0,
     sinks: torch.Tensor | None = None,  # [H]
 ) -> None:
@@ -282,17 +282,16 @@ def combine_splits(
         out: where the attention goes.
         division: of the contexts.
         tile: positions of a tile.
-        most_overlapping_rows: see `overlap_options`.
         window: positions that a query sees; 0 for all.
         sinks: of each head, or None.
     """
     rows, heads, dim = seq_lens.shape[0], *out.shape[1:]
     # If few rows have several splits, most programs have nothing to do.
-    each = 4 if division.usual == 1 and heads % 4 == 0 else 1
+    heads_each = 4 if division.usual == 1 and heads % 4 == 0 else 1
     at_once = next_power_of_2(division.usual)
     if not division.is_even:
         at_once = max(at_once, _SPLITS_AT_ONCE)
-    _combine_splits_kernel[(heads // each, rows)](
+    _combine_splits_kernel[(heads // heads_each, rows)](
         *results,
         seq_lens,
         out,
@@ -303,13 +302,13 @@ def combine_splits(
         DIM_PAD=next_power_of_2(dim),
         TILE=tile,
         SPLITS=at_once,
-        HEADS=each,
+        HEADS=heads_each,
         WINDOW=window,
         num_warps=4 if at_once * dim <= 4096 else 8,
-        **overlap_options(out.device, rows, most_overlapping_rows),
+        **overlap_options(out.device, rows, _MOST_OVERLAPPING_ROWS),
     )
 
 
 def padded_rows(rows: int) -> int:
     """Return for how many rows `find_split` is compiled, of few sizes."""
-    return next(size for size in (1, 32, 128, 512, next_power_of_2(rows)) if rows <= size)
+    return next(size for size in (32, 128, 512, next_power_of_2(rows)) if rows <= size)
