@@ -98,9 +98,9 @@ class ClusterView(msgspec.Struct, frozen=True):
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest prompt plus answer that every decode worker accepts; None if not known."""
-        known = (service.max_model_len for service in self.services if service.role == "decode")
-        return min((length for length in known if length is not None), default=None)
+        """The longest prompt plus answer that every ready decode worker accepts, if known."""
+        decodes = (each for each in self.services if (each.role, each.state) == ("decode", "ready"))
+        return min((each.max_model_len for each in decodes if each.max_model_len), default=None)
 
 
 def shrunk_contexts(services: list[Service]) -> list[str]:

@@ -43,6 +43,7 @@ STATE_STYLES = {
     "draining": "yellow",
     "unreachable": "red",
     "another version": "red",
+    "another model": "red",
 }
 
 

@@ -278,9 +278,10 @@ def test_ready_box_announces_a_context_that_was_cut_and_asks_what_fits_it(tmp_pa
         assert ("/v1/completions" in curl) == is_cut
 
 
-def test_a_prefill_worker_does_not_bound_the_context() -> None:
+def test_only_decode_workers_that_get_requests_bound_the_context() -> None:
     services = [
         Service("prefill-0", "prefill", 1, max_model_len=16, full_model_len=4096),
+        Service("decode-1", "decode", 3, "another model", max_model_len=32, full_model_len=32),
         Service("decode-0", "decode", 2, max_model_len=1024, full_model_len=1024),
     ]
     assert ClusterView(services=services).max_model_len == 1024
