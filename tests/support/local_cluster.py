@@ -97,7 +97,7 @@ class LocalCluster:
     def _is_whole(self) -> bool:
         dead = set()
         for line in self.lines:
-            if " died: " in line or " ended: " in line:
+            if " died: " in line or " ended: exit code " in line:
                 dead.add(line.partition(" ")[0])
             elif line.endswith(" is ready again"):
                 dead.discard(line.partition(" ")[0])
