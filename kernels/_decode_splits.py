@@ -72,12 +72,8 @@ def divide(
     usual = min(most_usual, choose_splits(rows * width, tiles, sms, resident))
     if rows == 1 or tiles < _LEAST_TILES:
         return Division(usual, True, rows * (usual - 1), usual)
-    further, at_once = rows * (usual - 1), resident * sms
-    if usual == 1:  # fewer than one a row, so that none is split if all are equally long
-        further = int(_FURTHER_A_ROW * rows)
-        # More programs than run at once are not spread over all SMs, as a few rows should be.
-        if rows * width * _TILES_AN_SM < at_once * _BANDWIDTH_AN_SM:
-            further = min(further, at_once // width - rows)
+    # With fewer than one for each row, none is split if all are equally long.
+    further = rows * (usual - 1) if usual > 1 else int(_FURTHER_A_ROW * rows)
     return Division(usual, False, further, min(1 + further, max(usual, _MOST_SPLITS)))
 
 
