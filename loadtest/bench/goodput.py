@@ -28,11 +28,10 @@ from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.bench.stats import percentile
-from pagewire.services.cli.simulation.results import Promise
+from pagewire.services.cli.simulation.results import PARTS
 
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 8
-PARTS = ("ttft", "tpot", "gap")  # of a promise
 FORM = "PROMPT/ANSWER@RATE or mixed@RATE, both with #SEED or without"
 _NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@(\d+(?:\.\d+)?)(?:#(\d+))?")
 
@@ -124,13 +123,6 @@ class Outcome:
     gaps: Sequence[float]
     error: str = ""
 
-    def breaks(self, promise: Promise) -> set[str]:
-        """Return which parts of a promise an answer broke; for gaps its 99th percentile counts."""
-        gaps = self.gaps or (0.0,)
-        times = (self.ttft, statistics.mean(gaps), percentile(gaps, 99))
-        bounds = (promise.ttft_s, promise.tpot_s, promise.gap_s)
-        return {part for part, x, most in zip(PARTS, times, bounds, strict=True) if x > most}
-
 
 def goodput(
     urls: Sequence[str],
@@ -180,7 +172,7 @@ def figures(load: OpenLoad, outcomes: Sequence[Outcome]) -> Row:
     gaps = [gap for outcome in answered for gap in outcome.gaps]
     means = [statistics.mean(outcome.gaps) for outcome in answered if outcome.gaps]
     took_s = max(outcome.end for outcome in answered)
-    broken = [outcome.breaks(PROMISE) for outcome in answered]
+    broken = [PROMISE.broken_by(outcome.ttft, outcome.gaps) for outcome in answered]
     kept = broken.count(set())
     ttft = [outcome.ttft for outcome in answered]
     times = {

@@ -13,6 +13,7 @@ from typing import Literal
 from pagewire.services.cli.bench.stats import percentile
 
 SHARE_OF_GAP, SHARE_OF_MEAN = 0.9, 0.975
+PARTS = ("ttft", "tpot", "gap")  # of a promise
 Outcome = Literal["ok", "refused", "unfinished"]
 
 
@@ -38,6 +39,13 @@ class Promise:
         of both signs change the mean less than a single time.
         """
         return SHARE_OF_MEAN * self.tpot_s if self.gap_s == math.inf else SHARE_OF_GAP * self.gap_s
+
+    def broken_by(self, ttft_s: float, gaps: Sequence[float]) -> set[str]:
+        """Return which of `PARTS` an answer broke: time to its first token, and between tokens."""
+        mean_s = sum(gaps) / len(gaps) if gaps else 0.0
+        gap_s = percentile(gaps, 99) if gaps and self.gap_s != math.inf else 0.0
+        broken = ttft_s > self.ttft_s, mean_s > self.tpot_s, gap_s > self.gap_s
+        return {part for part, is_broken in zip(PARTS, broken, strict=True) if is_broken}
 
 
 @dataclass(slots=True, eq=False)
@@ -80,21 +88,8 @@ class SimulatedAnswer:
         return [after - before for before, after in pairwise(self.times)]
 
     def breaks(self, promise: Promise) -> set[str]:
-        """Return which parts of a promise were broken: of "ttft", "tpot" and "gap".
-
-        An answer that is not complete breaks all.
-        """
-        if self.outcome != "ok":
-            return {"ttft", "tpot", "gap"}
-        gap_s = 0.0
-        if promise.gap_s != math.inf and len(self.times) > 1:
-            gap_s = percentile(self.gaps(), 99)
-        broken = {
-            "ttft": self.ttft_s > promise.ttft_s,
-            "tpot": self.tpot_s > promise.tpot_s,
-            "gap": gap_s > promise.gap_s,
-        }
-        return {name for name, is_broken in broken.items() if is_broken}
+        """Return which of `PARTS` of a promise were broken; an incomplete answer breaks all."""
+        return promise.broken_by(self.ttft_s, self.gaps()) if self.outcome == "ok" else set(PARTS)
 
 
 @dataclass(frozen=True, slots=True)
