@@ -7,8 +7,9 @@
 of a token: few tokens cost nearly nothing where reading the weights takes longer (a GPU), or much
 where each brings further experts; many tokens cost what computing them takes.
 
-Two parts of a step's time on a GPU have no price: attention lasts at least as long as that of the
-longest context, and a captured step is padded. The prices that a load has shown contain both.
+Two parts of a step's time on a GPU have no price: where contexts are not divided by their lengths,
+attention lasts as long as that of the longest one, and a captured step is padded. The prices that a
+load has shown contain both.
 """
 
 from __future__ import annotations
