@@ -43,17 +43,29 @@ class Equations:
                 row[other] += weighted * other_term
             self._vector[index] += weighted * result
 
-    def plus(self, other: Equations) -> Equations:
-        """Return the equations of both's samples."""
+    def plus(self, other: Equations, weight: float = 1.0, factor: float = 1.0) -> Equations:
+        """Return the equations of both's samples.
+
+        Args:
+            other: equations of as many terms.
+            weight: of the other's samples.
+            factor: by which their results are multiplied.
+        """
         both = Equations(self.size)
-        for each in (self, other):
-            scale = 1 / each._gain
+        for each, share, times in ((self, 1.0, 1.0), (other, weight, factor)):
+            scale = share / each._gain
             for row, added in zip(both._matrix, each._matrix, strict=True):
                 for index, value in enumerate(added):
                     row[index] += scale * value
             for index, value in enumerate(each._vector):
-                both._vector[index] += scale * value
+                both._vector[index] += times * scale * value
         return both
+
+    def factor_of(self, coefficients: Sequence[float]) -> float:
+        """Return by what coefficients have to be multiplied to explain the samples best."""
+        explained = [_product(row, coefficients) for row in self._matrix]
+        total = _product(explained, coefficients)
+        return _product(self._vector, coefficients) / total if total > 0 else 1.0
 
     def has(self, index: int) -> bool:
         """Whether some sample had this term."""
@@ -87,6 +99,10 @@ class Equations:
             unknowns[used[lowest]] = 0.0
             del used[lowest]
         return unknowns
+
+
+def _product(left: Sequence[float], right: Sequence[float]) -> float:
+    return sum([a * b for a, b in zip(left, right, strict=True)])
 
 
 def _eliminate(matrix: list[list[float]], vector: list[float]) -> list[float]:

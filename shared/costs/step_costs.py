@@ -3,7 +3,8 @@
 The prices are the least squares of relative errors over recent steps, none below 0. Steps with and
 without prompt tokens are forgotten at their own paces, so that rare ones are not lost among many of
 the other kind. What recent steps do not show, such as the price of a token while there is no
-prompt, stays as it was.
+prompt, stays as it was. Prices that recent steps cannot tell apart, as while all prompts have one
+length, are those of the steps that ran before there was work, times one factor.
 
 A step that takes much longer or shorter than predicted is an outlier. It counts as if it had taken
 what is just no outlier, unless several follow one another: then the machine or its load has
@@ -38,6 +39,7 @@ DECAY_BY_CHANGE = 0.5
 # How far the pace goes from one step to the next: of a step's error, as far as that is not an
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
+FIRST_WEIGHT = 0.1  # of each step that ran before there was work, next to recent ones
 BELIEVED_STEPS = 16  # first steps of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
@@ -104,6 +106,8 @@ class StepCosts:
     _decodes: _Kind = field(default_factory=_Kind)
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
+    _first: Equations = field(default_factory=lambda: Equations(len(_SCALES)))  # before any work
+    _first_terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))
     _unsolved: int = 0
     _last_term: int = 0  # the last term of tokens that any step had
     _run: list[float] = field(default_factory=list)  # seconds of equal decode steps
@@ -132,6 +136,8 @@ class StepCosts:
         if work.tokens:
             kind, other = other, kind
         self.largest = max(self.largest, work.tokens)
+        self._first.add(_parts(work), seconds, max(seconds, SHORTEST_STEP_S) ** -2)
+        self._first_terms = self._first.solve(_RIDGES, self._first_terms)
         self._learn(kind, other, work, seconds, 1)
 
     def observe(self, work: StepWork, seconds: float) -> None:
@@ -185,8 +191,10 @@ class StepCosts:
 
     def _solve(self) -> None:
         """Set the prices to those that explain the steps best."""
-        sum_of = self._decodes.equations.plus(self._prompts.equations)
-        self._terms = terms = sum_of.solve(_RIDGES, self._terms)
+        recent = self._decodes.equations.plus(self._prompts.equations)
+        factor = recent.factor_of(self._first_terms)
+        known = recent.plus(self._first, FIRST_WEIGHT, factor)
+        self._terms = terms = known.solve(_RIDGES, self._terms)
         prices = [term / scale for term, scale in zip(terms, _SCALES, strict=True)]
         for index in range(_FIRST_TOKENS + 1, len(terms)):
             if index > self._last_term:  # no step ever had as many tokens

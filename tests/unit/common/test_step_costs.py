@@ -105,6 +105,31 @@ def test_the_price_of_prompts_outlasts_a_time_without_any(machine: Machine) -> N
     assert costs.predict(rows) == pytest.approx(machine(rows), rel=0.02)
 
 
+def short_prompts(rng: random.Random) -> StepWork:
+    """Return a step while all prompts and all answers have 256 tokens."""
+    rows = rng.randrange(100, 140)
+    work = StepWork(rows, rows * 384)
+    for _ in range(rng.choice((0, 0, 1, 2, 4))):
+        work = work.with_chunk(0, 256)
+    return work
+
+
+@pytest.mark.parametrize("times", [1.0, 1.3])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_equal_prompts_do_not_change_the_price_of_longer_ones(
+    machine: Machine, times: float
+) -> None:
+    costs, rng = StepCosts(), random.Random(0)
+    for step in (*FIRST, *FURTHER):
+        costs.learn(step.work, machine(step.work))
+    for number in range(4000):
+        work, pace = short_prompts(rng), times if number > 2000 else 1.0
+        costs.observe(work, pace * machine(work) * rng.gauss(1, 0.03))
+    for start in (0, 2048, 16_384):
+        chunk = NOTHING.with_chunk(start, 2048)
+        assert costs.prices.step_s(chunk) == pytest.approx(times * machine(chunk), rel=0.15)
+
+
 @pytest.mark.parametrize("times", [0.4, 4.0])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_another_speed_is_followed_within_200_steps(machine: Machine, times: float) -> None:
