@@ -16,7 +16,6 @@ from statistics import median
 
 import msgspec
 import numpy as np
-from msgspec.structs import astuple
 
 from pagewire.loadtest.bench.step_costs import RecordedCosts
 from pagewire.services.cli.simulation.machine import (
@@ -24,8 +23,8 @@ from pagewire.services.cli.simulation.machine import (
     MachinePrices,
     StepTable,
     WirePrices,
-    Work,
 )
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.engine.core import EngineCore
 from pagewire.shared.engine.offline.llm import LLM
 from pagewire.shared.engine.scheduling.sequence import new_sequence
@@ -35,7 +34,7 @@ ROUNDS = 12  # rounds with each number of rows
 ROWS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = 12  # decode steps in a round
 REFITS, USUAL_ERRORS = 3, 3.0  # fits without the steps that the fit before explains least
-Sample = tuple[Work, float]
+Sample = tuple[StepWork, float]
 
 
 def run_steps(core: EngineCore, longest: int, most_rows: int, vocab: int) -> None:
@@ -154,7 +153,7 @@ def main() -> None:
     run_steps(core, longest // 4, 4, config.vocab_size)  # warms up
     recorded = core.steps.costs = RecordedCosts(core.steps.costs)
     run_steps(core, longest, options.max_rows, config.vocab_size)
-    samples = [(Work(*astuple(work)), seconds) for work, _, seconds in recorded.steps]
+    samples = [(work, seconds) for work, _, seconds in recorded.steps]
     table, error = fit(samples)
     source = f"{options.model} on {llm.engine.device}, {len(samples)} steps"
     wire = msgspec.json.decode(options.wire, type=WirePrices)

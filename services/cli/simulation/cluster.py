@@ -7,6 +7,7 @@ Steps, messages and transfers take the time that the machine's prices say.
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -128,15 +129,15 @@ class SimulatedCluster:
         self.workers[name] = worker
         return worker
 
-    def run(self, load: Sequence[Conversation]) -> list[SimulatedAnswer]:
-        """Simulate all requests of a load until each has ended; returns the answers so far."""
+    def run(self, load: Sequence[Conversation], until_s: float = math.inf) -> list[SimulatedAnswer]:
+        """Simulate requests until each has ended, or until a time; returns the answers so far."""
         self._num_clients += len(load)
         for conversation in load:
             self.events.at(conversation.start_s, partial(self._send, SimulatedClient(conversation)))
         was_enabled = gc.isenabled()
         gc.disable()  # hardly anything here is part of a cycle
         try:
-            self.events.run_until(lambda: self._num_clients == 0)
+            self.events.run_until(lambda: self._num_clients == 0 or self.events.now >= until_s)
         finally:
             if was_enabled:
                 gc.enable()

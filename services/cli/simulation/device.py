@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import MachinePrices, Work
+from pagewire.services.cli.simulation.machine import MachinePrices
 from pagewire.services.cli.simulation.workload import ANSWER_TOKEN
-from pagewire.shared.costs.step_work import products_of
+from pagewire.shared.costs.step_work import NOTHING, StepWork, products_of
 from pagewire.shared.engine.scheduling.step import Export, GrammarMasks, StepPlan, StepResult
 
 
@@ -47,23 +47,20 @@ class PlanReader:
     _starts: dict[int, int] = field(default_factory=dict)
     _rows: list[int] = field(default_factory=list)  # rows of the last step
     _contexts: int = 0  # tokens that all rows of the last step attended to
-    _longest: int = 0  # the longest context of the last step
 
-    def work_of(self, plan: StepPlan) -> Work:
+    def work_of(self, plan: StepPlan) -> StepWork:
         """Return the work of the next plan."""
         starts, number = self._starts, self._num_steps
         for each in plan.inputs:
             starts[each.slot] = each.position - number
         if not plan.has_rows:
-            return Work()
+            return NOTHING
         rows = plan.decodes
         if rows is self._rows:  # the same ones as in the step before, each with a token more
             self._contexts += len(rows)
-            self._longest += len(rows) > 0
         else:
             lengths = [starts[row] + number + 1 for row in rows]
             self._rows, self._contexts = rows, sum(lengths)
-            self._longest = max(lengths, default=0)
         tokens = products = 0
         for chunk in plan.chunks:
             count = chunk.length
@@ -73,7 +70,7 @@ class PlanReader:
                 starts[chunk.slot] = chunk.end - number - 1
         self._num_steps += 1
         chunks = len(plan.chunks)
-        return Work(len(rows), self._contexts, tokens, products, chunks, self._longest)
+        return StepWork(len(rows), self._contexts, tokens, products, chunks)
 
 
 @dataclass(slots=True)

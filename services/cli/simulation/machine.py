@@ -24,16 +24,6 @@ Positive = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
-class Work(StepWork, frozen=True, gc=False):
-    """The tokens, rows and contexts that a step computes.
-
-    Attributes:
-        longest: the most tokens that one decode row attends to.
-    """
-
-    longest: int = 0
-
-
 class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Times of steps: a curve over all tokens of a step, and prices of what attention does.
 
@@ -44,31 +34,24 @@ class StepTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         row_us: of each decode row, in addition.
         context_ns: of each token that a decode row attends to.
         product_ns: of each pair of a prompt token and a token that it attends to.
-        longest_ns: of each token of the longest context: decode attention takes at least that, as
-            the other rows have ended by then.
-        split_rows: with fewer rows, contexts are split, and the longest one takes less.
     """
 
     curve: Annotated[tuple[tuple[Count, Positive], ...], Meta(min_length=2)]
     row_us: Price = 0.0
     context_ns: Price = 0.0
     product_ns: Price = 0.0
-    longest_ns: Price = 0.0
-    split_rows: Count = 32
 
     def __post_init__(self) -> None:
         if any(x0 >= x1 or y0 > y1 for (x0, y0), (x1, y1) in pairwise(self.curve)):
             raise ValueError("the tokens and the times of `curve` must ascend")
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         """Return the seconds of a step."""
         known, tokens = self._seconds, work.rows + work.tokens
         seconds = known.get(tokens)
         if seconds is None:
             seconds = known[tokens] = self._of_curve(tokens)
-        longest_ns = work.longest * self.longest_ns * min(1.0, work.rows / self.split_rows)
-        attention_ns = max(work.contexts * self.context_ns, longest_ns)
-        attention_ns += work.products * self.product_ns
+        attention_ns = work.contexts * self.context_ns + work.products * self.product_ns
         return seconds + work.rows * self.row_us * 1e-6 + attention_ns * 1e-9
 
     @cached_property

@@ -10,7 +10,7 @@ import msgspec
 
 from pagewire.services.cli.simulation.device import SimulatedDevice
 from pagewire.services.cli.simulation.events import Events
-from pagewire.services.cli.simulation.machine import MachinePrices, Work
+from pagewire.services.cli.simulation.machine import MachinePrices
 from pagewire.services.router.placement.forecast import Forecast
 from pagewire.shared.cluster.worker_record import LinkInfo
 from pagewire.shared.control.protocol import LoadReport
@@ -84,8 +84,7 @@ def make_core(
     sequences = LiveSequences(scheduler.table, clock=device.events.clock)
     core = EngineCore(scheduler, sequences, device, machine.host.launches_early, [hook])
     for step in (*FIRST, *FURTHER):
-        seconds = machine.steps.step_s(Work(*msgspec.structs.astuple(step.work)))
-        core.scheduler.costs.learn(step.work, seconds)
+        core.scheduler.costs.learn(step.work, machine.steps.step_s(step.work))
     return core
 
 

@@ -17,7 +17,6 @@ from pagewire.services.cli.simulation.machine import (
     MachinePrices,
     StepTable,
     WirePrices,
-    Work,
     load_machine,
     machine_names,
 )
@@ -37,6 +36,7 @@ from pagewire.services.cli.simulation.workload import (
     independent,
 )
 from pagewire.shared.costs.load import NO_LOAD
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.shared.settings.types import Policy
 
 MACHINE = MachinePrices(
@@ -131,9 +131,9 @@ def test_a_short_prompt_is_computed_by_its_decode_worker() -> None:
 class Recorder:
     """Records what steps compute, and takes a millisecond for each."""
 
-    works: list[Work] = field(default_factory=list)
+    works: list[StepWork] = field(default_factory=list)
 
-    def step_s(self, work: Work) -> float:
+    def step_s(self, work: StepWork) -> float:
         self.works.append(work)
         return 1e-3
 
@@ -252,15 +252,16 @@ def test_a_link_sends_as_fast_as_its_bandwidth_and_its_credits_allow() -> None:
 
 def test_a_curve_is_linear_between_its_points_and_beyond() -> None:
     table = StepTable(curve=((1, 1.0), (10, 10.0), (20, 40.0)), row_us=1000.0)
-    assert table.step_s(Work(rows=1)) == pytest.approx(0.002)
-    assert table.step_s(Work(tokens=5)) == pytest.approx(0.005)
-    assert table.step_s(Work(tokens=30)) == pytest.approx(0.070)
+    assert table.step_s(StepWork(rows=1)) == pytest.approx(0.002)
+    assert table.step_s(StepWork(tokens=5)) == pytest.approx(0.005)
+    assert table.step_s(StepWork(tokens=30)) == pytest.approx(0.070)
 
 
 @pytest.mark.parametrize("name", machine_names())
 def test_machines_of_the_package_can_be_read(name: str) -> None:
     machine = load_machine(name)
-    assert machine.steps.step_s(Work(1, 100)) < machine.steps.step_s(Work(0, 0, 2048, 2048**2))
+    steps = machine.steps
+    assert steps.step_s(StepWork(1, 100)) < steps.step_s(StepWork(0, 0, 2048, 2048**2))
 
 
 def test_agents_are_as_many_and_as_long_as_they_should_be() -> None:

@@ -18,9 +18,9 @@ from pagewire.services.cli.simulation.machine import (
     HostPrices,
     StepTable,
     WirePrices,
-    Work,
     load_machine,
 )
+from pagewire.shared.costs.step_work import StepWork
 from pagewire.tests.support.fake_engine import make_core
 
 MEASURED = {
@@ -62,13 +62,13 @@ def test_the_prices_of_steps_are_found() -> None:
         curve=((1, 2.0), (16, 2.5), (64, 6.0), (256, 22.0)), row_us=8.0, context_ns=90, product_ns=7
     )
     works = [
-        Work(rows, rows * context, tokens, tokens * context)
+        StepWork(rows, rows * context, tokens, tokens * context)
         for rows, tokens, context in product((0, 1, 4, 16, 40), (0, 8, 64, 200), (50, 900))
         if rows + tokens
     ]
     found, error = fit([(work, true.step_s(work)) for work in works])
     assert error < 0.02
-    unseen = Work(10, 4000, 30, 12_000)
+    unseen = StepWork(10, 4000, 30, 12_000)
     assert found.step_s(unseen) == pytest.approx(true.step_s(unseen), rel=0.1)
 
 
