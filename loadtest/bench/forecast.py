@@ -1,192 +1,153 @@
-"""`python -P -m pagewire.loadtest.bench.forecast FILE`: the simulator against measured loads.
+"""Simulates the loads of `two_gpus`, before they are measured or to be compared with that.
 
-Reads lines of a bench of two GPUs, each with `RESULT` and a JSON object:
+    python -P -m pagewire.loadtest.bench.forecast --loads 6144/256@6.5 mixed@36#1 --seconds 30 \
+        [--clients 512] [--topologies ...] [--measured FILE]
 
-    {"label": "1P1D" or "2agg", "kind": "rate 5.0" or "conc 512", "mix": "6144/256" or "mixed",
-     "n": requests, "chunks": output tokens, "req_s": ..., "ttft_p50": ms, "itl_p50": ms,
-     "tpot_p50": ms, "good": share}
-
-Other labels are left out. Simulates the same loads with a few seeds, prints a table, and ends with
-code 1 if a forecast is further off than the bounds. "mixed" lengths are log-normal.
+Requests come at the same times and are as long as those that `two_gpus` sends with these options.
+Placement by prediction is simulated once more with an objective for gaps. FILE has what `two_gpus`
+printed; each figure of a cluster and load that it has is shown as measured / forecast.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
+from pagewire.loadtest.bench.clusters import Topology, run_bench
+from pagewire.loadtest.bench.crowd import PROMPT, TOKENS, WARM_UP_S, start_delays
+from pagewire.loadtest.bench.open_load import FORM, PROMISE, OpenLoad, contents_of
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.loadtest.cluster import BenchError
-from pagewire.services.cli.bench.load import Lengths
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.machine import MachinePrices, load_machine
-from pagewire.services.cli.simulation.results import Promise, SimulationSummary
 from pagewire.services.cli.simulation.worker import WorkerLimits
-from pagewire.services.cli.simulation.workload import (
-    Contents,
-    Conversation,
-    clients,
-    independent,
-    log_normal,
-)
+from pagewire.services.cli.simulation.workload import clients, independent
+from pagewire.shared.base.errors import ConfigError
 
-PLANS = {"1P1D": ClusterPlan(1, 1, routers=2), "2agg": ClusterPlan(0, 2, routers=2)}
-PROMISE = Promise(ttft_s=0.6, tpot_s=0.015, gap_s=0.03)
-MIXED = Contents(log_normal(6.2, 1.1, 16, 12_000), log_normal(5.0, 0.8, 2, 1500))
-TOKENS_BOUND = 0.03  # how much a load's output tokens may differ from the measured ones
-MOST_SEEDS = 1000
-LOWEST, HIGHEST = "lowest", "highest"  # median first token of any seed
-RATE_BOUND, TTFT_BOUND = 0.1, 0.25  # the largest error of completed rate and of p50
+ROUTERS = 2  # as `pagewire up` starts them
+FASTEST_ANSWER_S = 0.5  # of a client in a closed loop
+OPEN_LOADS = ("1:1:2048:predicted", "1:1:2048:prefix", "0:2:2048")
+
+Figures = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Cell:
-    """A measured load and its figures.
-
-    Attributes:
-        span_s: time from the first request to the last one, with a rate.
-    """
-
-    label: str
-    kind: str
-    mix: str
-    n: int
-    measured: Mapping[str, float]
-    span_s: float
-
-    def load(self, seed: int) -> list[Conversation]:
-        """Return such a load; the seed is that of times and lengths."""
-        name, _, number = self.kind.partition(" ")
-        if name == "conc":
-            return clients(int(number), self.n, contents_of(self.mix), seed)
-        rng = random.Random(f"{seed}/times")
-        between = [rng.uniform(0, self.span_s) for _ in range(self.n - 2)]
-        times = [0.0, *sorted(between), self.span_s]
-        return independent(iter(times), self.n, contents_of(self.mix), seed)
-
-    def loads(self, count: int) -> Iterator[tuple[int, list[Conversation]]]:
-        """Yield seeds and their loads, which have about as many output tokens as were measured.
-
-        Raises:
-            BenchError: hardly any seed has that number of them.
-        """
-        for seed in range(MOST_SEEDS):
-            load = self.load(seed)
-            tokens = sum(turn.answer_tokens for conversation in load for turn in conversation.turns)
-            if abs(tokens / self.measured["chunks"] - 1) <= TOKENS_BOUND:
-                yield seed, load
-                count -= 1
-            if count == 0:
-                return
-        raise BenchError(f"{self.mix} does not make {self.measured['chunks']:g} output tokens")
+def cluster_of(
+    topology: Topology, machine: MachinePrices, gap_s: float | None = None
+) -> SimulatedCluster:
+    """Return a cluster without requests; with an objective for gaps, if one is given."""
+    usual = "prefix" if topology.prefill else "round_robin"
+    policy = topology.policy or usual
+    plan = ClusterPlan(topology.prefill, topology.decode, policy, routers=ROUTERS)
+    limits = WorkerLimits(topology.budget, caching=False)
+    if gap_s is not None:
+        limits = replace(limits, slo_gap_s=gap_s)
+    return SimulatedCluster(plan, machine, limits)
 
 
-def contents_of(mix: str) -> Contents:
-    """Return the distributions that prompt and answer lengths of a mix are drawn from."""
-    if mix == "mixed":
-        return MIXED
-    prompt, answer = (Lengths.parse(text) for text in mix.split("/"))
-    return Contents(prompt.draw, answer.draw)
-
-
-def read_cells(path: Path) -> list[Cell]:
-    """Return the cells of a file that can be simulated, in its order."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    rows: list[dict[str, Any]] = [
-        json.loads(line.removeprefix("RESULT ")) for line in lines if line.startswith("RESULT ")
-    ]
-    return [
-        Cell(row["label"], row["kind"], row["mix"], row["n"], row, _span_s(row, rows))
-        for row in rows
-        if row["label"] in PLANS
-    ]
-
-
-def _span_s(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> float:
-    """Return the time in which the requests of a row came, which rows do not have.
-
-    If all answers are equally long, the last one began about when its request came, and took as
-    long as others. Of the rows with the same requests, the one that lagged least says best
-    when that was. Otherwise it is the time that number and rate mean.
-    """
-    name, _, number = row["kind"].partition(" ")
-    if name == "conc":
-        return 0.0
-    if row["mix"] == "mixed":
-        return int(row["n"]) / float(number)
-    spans_s: list[float] = []
-    for each in rows:
-        if all(each[key] == row[key] for key in ("kind", "mix", "n")):
-            answer_ms = each["ttft_p50"] + each["chunks"] / each["n"] * each["itl_p50"]
-            spans_s.append(each["n"] / each["req_s"] - answer_ms * 1e-3)
-    return min(spans_s)
-
-
-def forecast(cell: Cell, machine: MachinePrices, seeds: int) -> dict[str, float]:
-    """Return a cell's figures by simulation, the medians of several seeds."""
-    limits = WorkerLimits(machine.max_step_tokens)
-    runs: list[SimulationSummary] = []
-    for seed, load in cell.loads(seeds):
-        cluster = SimulatedCluster(PLANS[cell.label], machine, limits, seed)
-        cluster.run(load)
-        runs.append(cluster.summary(PROMISE))
+def open_load(cluster: SimulatedCluster, load: OpenLoad, seconds: float) -> Figures:
+    """Return what `goodput` would measure, by the same names."""
+    arrivals = load.arrivals(seconds)
+    times = iter([arrival.at for arrival in arrivals])
+    cluster.run(independent(times, len(arrivals), contents_of(load.mix), load.seed))
+    summary = cluster.summary(PROMISE)
     return {
-        "req_s": median(figures.completed_per_s for figures in runs),
-        "ttft_p50": median(figures.ttft.p50 for figures in runs),
-        LOWEST: min(figures.ttft.p50 for figures in runs),
-        HIGHEST: max(figures.ttft.p50 for figures in runs),
-        "ttft_p99": median(figures.ttft.p99 for figures in runs),
-        "itl_p50": median(figures.gap.p50 for figures in runs),
-        "itl_p99": median(figures.gap.p99 for figures in runs),
-        "tpot_p50": median(figures.tpot.p50 for figures in runs),
-        "good": median(figures.kept_share for figures in runs),
+        "req_s": summary.completed_per_s,
+        "good_s": summary.kept_per_s,
+        "ttft_p50": summary.ttft.p50,
+        "ttft_p99": summary.ttft.p99,
+        "itl_p50": summary.gap.p50,
+        "itl_p99": summary.gap.p99,
     }
 
 
-def compared(cell: Cell, predicted: Mapping[str, float]) -> dict[str, Any]:
-    """Return a row of the table: each figure as measured and by forecast.
+def crowd(cluster: SimulatedCluster, count: int, seconds: float) -> Figures:
+    """Return what the bench of that name would measure with clients in a closed loop."""
+    end_s = WARM_UP_S + seconds
+    contents = contents_of(f"{PROMPT}/{TOKENS}")
+    turns = int(end_s / FASTEST_ANSWER_S)
+    load = clients(count, count * turns, contents, seed=0)
+    delays = start_delays(count, WARM_UP_S)
+    cluster.run([replace(each, start_s=at) for each, at in zip(load, delays, strict=True)], end_s)
+    tokens = sum(WARM_UP_S <= at < end_s for answer in cluster.answers for at in answer.times)
+    return {"tokens_per_s": tokens / seconds}
 
-    The median first token also has the lowest and the highest of any seed: in a queue that is
-    nearly full, it depends on when exactly the requests come.
+
+def forecasts(
+    args: argparse.Namespace, machine: MachinePrices
+) -> Iterator[tuple[str, str, Figures]]:
+    """Yield clusters' and loads' names, with what is forecast of them."""
+    for count in args.clients:
+        for topology in args.topologies:
+            figures = crowd(cluster_of(topology, machine), count, args.seconds)
+            yield topology.label, f"{count} clients", figures
+    for load in args.loads:
+        for topology in args.topologies:
+            figures = open_load(cluster_of(topology, machine), load, args.seconds)
+            yield topology.label, load.name, figures
+            if topology.policy == "predicted":
+                cluster = cluster_of(topology, machine, PROMISE.objective_s)
+                figures = open_load(cluster, load, args.seconds)
+                yield f"{topology.label}, with objective", load.name, figures
+
+
+def read_measured(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
+    """Return the rows of a bench's output, by the names of cluster and load."""
+    found = dict[tuple[str, str], Mapping[str, Any]]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line.removeprefix("RESULT ")) if line.startswith("RESULT ") else {}
+        if row.get("what") == "crowd":
+            found[row["cluster"], f"{row['clients']} clients"] = row
+        elif row.get("what") == "goodput":
+            rate = float(row["kind"].removeprefix("rate "))
+            found[row["cluster"], OpenLoad(row["mix"], rate, row["seed"]).name] = row
+    return found
+
+
+def compared(figures: Figures, measured: Mapping[str, Any]) -> dict[str, str]:
+    """Return each figure as text, with the measured one before it if there is one."""
+    return {
+        name: f"{measured[name]:.4g} / {value:.4g}" if name in measured else f"{value:.4g}"
+        for name, value in figures.items()
+    }
+
+
+def run(args: argparse.Namespace) -> None:
+    """Forecast each load on each cluster, and print the table.
+
+    Raises:
+        BenchError: a load or topology has another form, or there is no such machine.
     """
-    pairs = {
-        name: f"{cell.measured[name]:.4g} / {value:.4g}"
-        for name, value in predicted.items()
-        if name not in (LOWEST, HIGHEST)
-    }
-    pairs["ttft_p50"] += f" ({predicted[LOWEST]:.4g} - {predicted[HIGHEST]:.4g})"
-    return {"cluster": cell.label, "load": f"{cell.mix}, {cell.kind}", **pairs}
-
-
-def errors(cell: Cell, predicted: Mapping[str, float]) -> tuple[float, float]:
-    """Return the relative errors of the completed rate and of the median first token."""
-    rate, ttft = (predicted[figure] / cell.measured[figure] - 1 for figure in ("req_s", "ttft_p50"))
-    return rate, ttft
+    args.loads = [OpenLoad.parse(text) for text in args.loads]
+    args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
+    try:
+        machine = load_machine(args.machine)
+    except ConfigError as exc:
+        raise BenchError(str(exc)) from exc
+    measured = {} if args.measured is None else read_measured(args.measured)
+    rows = [
+        {"load": load, "cluster": label, **compared(figures, measured.get((label, load), {}))}
+        for label, load, figures in forecasts(args, machine)
+    ]
+    print(markdown(rows))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Forecast and compare; returns the exit code."""
+    """Forecast; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, help="JSON file of measured cells")
+    parser.add_argument("--loads", nargs="*", default=[], help=FORM)
+    parser.add_argument("--clients", nargs="*", type=int, default=[], help="in a closed loop")
+    parser.add_argument("--topologies", nargs="+", default=list(OPEN_LOADS))
+    parser.add_argument("--seconds", type=float, default=12.0, help="length of each load")
+    parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
-    parser.add_argument("--seeds", type=int, default=5, help="simulations of each cell")
-    options = parser.parse_args(arguments)
-    machine, rows, worst = load_machine(options.machine), [], (0.0, 0.0)
-    for cell in read_cells(options.file):
-        predicted = forecast(cell, machine, options.seeds)
-        rate, ttft = errors(cell, predicted)
-        worst = max(worst[0], abs(rate)), max(worst[1], abs(ttft))
-        rows.append(compared(cell, predicted) | {"rate error": rate, "TTFT p50 error": ttft})
-    print("Each cell is: measured / forecast; times in ms.\n")
-    print(markdown(rows))
-    return int(worst[0] > RATE_BOUND or worst[1] > TTFT_BOUND)
+    parser.add_argument("--measured", type=Path, help="output of two_gpus")
+    args = parser.parse_args(arguments)
+    return run_bench(lambda: run(args))
 
 
 if __name__ == "__main__":

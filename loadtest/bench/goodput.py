@@ -1,17 +1,14 @@
 """Requests that come at random times: how many an endpoint completes, and keeps a promise to.
 
-A load is named `PROMPT/ANSWER@RATE`, both in tokens, or `mixed@RATE` for log-normal lengths:
-`6144/256@6.5` is 6.5 requests a second; `#1` at its end, a seed, makes other times and prompts. The
-same load may be sent before it is measured. Rates are numbers of requests divided by the time from
-the first arrival to the last answer. The clients are spread over processes, so that they do not
-limit the server.
+The same load may be sent before it is measured. Rates are numbers of requests divided by the time
+from the first arrival to the last answer. The clients are spread over processes, so that they do
+not limit the server.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-import re
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,70 +19,15 @@ from typing import Any
 
 from pagewire.loadtest.bench.child import SPAWN
 from pagewire.loadtest.bench.client import Client
-from pagewire.loadtest.bench.forecast import PROMISE, contents_of
+from pagewire.loadtest.bench.open_load import PROMISE, Arrival, OpenLoad
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.shapes import VOCAB_USED
 from pagewire.loadtest.cluster import BenchError
-from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.bench.stats import percentile
 from pagewire.services.cli.simulation.results import PARTS
 
 START_S = 5.0  # for the processes to start
 MAX_PROCESSES = 8
-FORM = "PROMPT/ANSWER@RATE or mixed@RATE, both with #SEED or without"
-_NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@(\d+(?:\.\d+)?)(?:#(\d+))?")
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request of a load.
-
-    Attributes:
-        at: seconds from the load's start.
-        prompt: tokens of the prompt.
-        answer: tokens of the answer.
-    """
-
-    at: float
-    prompt: int
-    answer: int
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLoad:
-    """Requests at a mean rate for some seconds.
-
-    Attributes:
-        mix: how long prompts and answers are, as in a load's name.
-        rate: requests per second.
-        seed: of arrival times, lengths and prompts.
-    """
-
-    mix: str
-    rate: float
-    seed: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> OpenLoad:
-        """Parse a load's name.
-
-        Raises:
-            BenchError: the text has another form.
-        """
-        name = _NAME.fullmatch(text)
-        if not name or not float(name[2]):
-            raise BenchError(f"the load {text!r} is not {FORM}")
-        return cls(name[1], float(name[2]), int(name[3] or 0))
-
-    def arrivals(self, seconds: float) -> list[Arrival]:
-        """Return the requests of the first `seconds`; there is at least one."""
-        contents, found = contents_of(self.mix), list[Arrival]()
-        for number, at in enumerate(arrival_times("poisson", self.rate, self.seed)):
-            if at >= seconds:
-                break
-            turn = contents.turn(self.seed, number)
-            found.append(Arrival(at, turn.new_tokens, turn.answer_tokens))
-        return found
 
 
 @dataclass(frozen=True, slots=True)

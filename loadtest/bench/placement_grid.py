@@ -22,7 +22,7 @@ from itertools import product
 from pathlib import Path
 from statistics import fmean, geometric_mean
 
-from pagewire.loadtest.bench.forecast import MIXED
+from pagewire.loadtest.bench.open_load import MIXED
 from pagewire.loadtest.bench.tables import markdown
 from pagewire.services.cli.bench.load import arrival_times
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster

@@ -34,11 +34,11 @@ from pagewire.loadtest.bench.clusters import (
     vllm_environment,
 )
 from pagewire.loadtest.bench.crowd import crowd
-from pagewire.loadtest.bench.forecast import PROMISE
-from pagewire.loadtest.bench.goodput import FORM, OpenLoad, goodput
+from pagewire.loadtest.bench.goodput import goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
+from pagewire.loadtest.bench.open_load import FORM, PROMISE, OpenLoad
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import BenchError

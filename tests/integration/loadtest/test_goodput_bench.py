@@ -8,7 +8,8 @@ from pathlib import Path
 
 import httpx
 
-from pagewire.loadtest.bench.goodput import OpenLoad, goodput
+from pagewire.loadtest.bench.goodput import goodput
+from pagewire.loadtest.bench.open_load import OpenLoad
 from pagewire.tests.support.aio import wait_until
 from pagewire.tests.support.faulty_endpoint import TOKEN_S
 from pagewire.tests.support.local_cluster import free_port

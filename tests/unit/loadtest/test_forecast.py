@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pagewire.loadtest.bench.forecast import main, read_cells
+from pagewire.loadtest.bench.forecast import main
 from pagewire.loadtest.bench.forecast_cluster import options_of, rate_kept
 from pagewire.loadtest.bench.machine import fit, machine_of
 from pagewire.services.cli.simulation.cluster import ClusterPlan
@@ -23,38 +23,59 @@ from pagewire.services.cli.simulation.machine import (
 from pagewire.shared.costs.step_work import StepWork
 from pagewire.tests.support.fake_engine import make_core
 
-MEASURED = {
-    "label": "1P1D",
-    "kind": "rate 5.0",
-    "mix": "6144/16",
-    "n": 20,
-    "chunks": 320,
-    "req_s": 5.3,
-    "ttft_p50": 700.0,
-    "ttft_p99": 600.0,
-    "itl_p50": 5.0,
-    "itl_p99": 6.0,
-    "tpot_p50": 5.0,
-    "good": 0.9,
-}
+
+def table(output: str) -> dict[tuple[str, str], list[str]]:
+    """Return the rest of each row, by load and cluster."""
+    lines = [line.strip("|").split("|") for line in output.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines[2:]]
+    return {(row[0], row[1]): row[2:] for row in rows}
 
 
-def write(path: Path, rows: list[dict[str, object]]) -> Path:
-    path.write_text("ready\n" + "".join(f"RESULT {json.dumps(row)}\n" for row in rows))
-    return path
-
-
-def test_measured_cells_are_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    peer = MEASURED | {"label": "vllm-2rep"}
-    crowd = MEASURED | {"label": "2agg", "kind": "conc 4", "req_s": 20.0, "n": 12, "chunks": 192}
-    file = write(tmp_path / "cells", [peer, MEASURED, crowd])
-    assert [(each.label, len(each.load(0))) for each in read_cells(file)] == [
-        ("1P1D", 20),
-        ("2agg", 4),
+def test_loads_are_forecast_and_compared_with_measurements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"cluster": "2 aggregated, steps of 512", "kind": "rate 4", "mix": "900/16"}
+    rows = [
+        measured | {"what": "goodput", "seed": 1, "req_s": 123.4, "ttft_p50": 5000.0},
+        measured | {"what": "goodput", "seed": 0, "req_s": 77.0},
+        measured | {"what": "crowd", "clients": 4, "tokens_per_s": 99999.0},
     ]
-    assert main([str(write(tmp_path / "one", [MEASURED])), "--seeds", "1"]) == 0
-    assert "| 1P1D | 6144/16, rate 5.0 | 5.3 / " in capsys.readouterr().out
-    assert main([str(write(tmp_path / "off", [MEASURED | {"req_s": 9.0}])), "--seeds", "1"]) == 1
+    file = tmp_path / "measured"
+    file.write_text("ready\n" + "".join(f"RESULT {json.dumps(row)}\n" for row in rows))
+    loads = ["--loads", "900/16@4#1", "--clients", "4", "--seconds", "2"]
+    topologies = ["--topologies", "1:1:512:predicted", "0:2:512"]
+    assert main([*loads, *topologies, "--measured", str(file)]) == 0
+    found = table(capsys.readouterr().out)
+    predicted, aggregated = "1P1D, steps of 512, predicted", "2 aggregated, steps of 512"
+    assert list(found) == [
+        ("4 clients", predicted),
+        ("4 clients", aggregated),
+        ("900/16@4#1", predicted),
+        ("900/16@4#1", f"{predicted}, with objective"),
+        ("900/16@4#1", aggregated),
+    ]
+    tokens, forecast = found["4 clients", aggregated][0].split(" / ")
+    assert (tokens, 500 < float(forecast) < 1000) == ("1e+05", True)
+    _, rate, kept, ttft, *_ = found["900/16@4#1", aggregated]
+    assert rate.startswith("123.4 / ")
+    assert "/" not in kept
+    assert ttft.startswith("5000 / ")
+    assert 10 < float(ttft.split(" / ")[1]) < 100
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--loads", "900@4"], "the load '900@4' is not"),
+        (["--topologies", "2"], "the topology '2' is not"),
+        (["--machine", "abacus"], "no machine 'abacus'"),
+    ],
+)
+def test_a_forecast_names_what_is_wrong(
+    options: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 1
+    assert error in capsys.readouterr().err
 
 
 def test_the_prices_of_steps_are_found() -> None:

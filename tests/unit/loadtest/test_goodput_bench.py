@@ -6,7 +6,8 @@ import statistics
 
 import pytest
 
-from pagewire.loadtest.bench.goodput import OpenLoad, Outcome, figures
+from pagewire.loadtest.bench.goodput import Outcome, figures
+from pagewire.loadtest.bench.open_load import OpenLoad
 from pagewire.loadtest.cluster import BenchError
 
 
