@@ -3,7 +3,7 @@
 The prices are the least squares of relative errors over recent steps, none below 0. Steps with and
 without prompt tokens are forgotten at their own paces, so that rare ones are not lost among many of
 the other kind. What recent steps do not show, such as the price of a token while there is no
-prompt, stays as it was. Prices that recent steps cannot tell apart, as while all prompts have one
+prompt, stays as it was. Prices that recent steps do not separate, as while all prompts have one
 length, are those of the steps that ran before there was work, times one factor.
 
 A step that takes much longer or shorter than predicted is an outlier. It counts as if it had taken
