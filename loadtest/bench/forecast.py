@@ -1,7 +1,7 @@
 """Simulates the loads of `two_gpus`, before they are measured or to be compared with that.
 
-    python -P -m pagewire.loadtest.bench.forecast --loads 6144/256@6.5 mixed@36#1 --seconds 30 \
-        [--clients 512] [--topologies ...] [--measured FILE]
+    python -P -m pagewire.loadtest.bench.forecast --loads 6144/256@6.5 mixed@36#1 --seconds 30
+    python -P -m pagewire.loadtest.bench.forecast --clients 512 --measured FILE
 
 Requests come at the same times and are as long as those that `two_gpus` sends with these options.
 Placement by prediction is simulated once more with an objective for gaps. FILE has what `two_gpus`
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,21 +32,18 @@ from pagewire.shared.base.errors import ConfigError
 
 ROUTERS = 2  # as `pagewire up` starts them
 FASTEST_ANSWER_S = 0.5  # of a client in a closed loop
-OPEN_LOADS = ("1:1:2048:predicted", "1:1:2048:prefix", "0:2:2048")
+TOPOLOGIES = ("1:1:2048:predicted", "1:1:2048:prefix", "0:2:2048")
 
 Figures = dict[str, float]
 
 
 def cluster_of(
-    topology: Topology, machine: MachinePrices, gap_s: float | None = None
+    topology: Topology, machine: MachinePrices, gap_s: float = math.inf
 ) -> SimulatedCluster:
-    """Return a cluster without requests; with an objective for gaps, if one is given."""
-    usual = "prefix" if topology.prefill else "round_robin"
-    policy = topology.policy or usual
+    """Return a cluster without requests, whose workers have an objective for gaps or none."""
+    policy = topology.policy or ("prefix" if topology.prefill else "round_robin")
     plan = ClusterPlan(topology.prefill, topology.decode, policy, routers=ROUTERS)
-    limits = WorkerLimits(topology.budget, caching=False)
-    if gap_s is not None:
-        limits = replace(limits, slo_gap_s=gap_s)
+    limits = WorkerLimits(topology.budget, caching=False, slo_gap_s=gap_s)
     return SimulatedCluster(plan, machine, limits)
 
 
@@ -141,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", nargs="*", default=[], help=FORM)
     parser.add_argument("--clients", nargs="*", type=int, default=[], help="in a closed loop")
-    parser.add_argument("--topologies", nargs="+", default=list(OPEN_LOADS))
+    parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--seconds", type=float, default=12.0, help="length of each load")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
