@@ -44,25 +44,26 @@ class Equations:
             self._vector[index] += weighted * result
 
     def plus(self, other: Equations, weight: float = 1.0, factor: float = 1.0) -> Equations:
-        """Return the equations of both's samples.
+        """Return the equations of the samples of both.
 
         Args:
             other: equations of as many terms.
-            weight: of the other's samples.
-            factor: by which their results are multiplied.
+            weight: of the other samples.
+            factor: of their results. Their relative errors count as much as without it.
         """
-        both = Equations(self.size)
-        for each, share, times in ((self, 1.0, 1.0), (other, weight, factor)):
-            scale = share / each._gain
-            for row, added in zip(both._matrix, each._matrix, strict=True):
-                for index, value in enumerate(added):
-                    row[index] += scale * value
-            for index, value in enumerate(each._vector):
-                both._vector[index] += times * scale * value
-        return both
+        total = Equations(self.size)
+        own, share = 1 / self._gain, weight / factor**2 / other._gain
+        total._matrix = [
+            [own * a + share * b for a, b in zip(*rows, strict=True)]
+            for rows in zip(self._matrix, other._matrix, strict=True)
+        ]
+        share *= factor
+        pairs = zip(self._vector, other._vector, strict=True)
+        total._vector = [own * a + share * b for a, b in pairs]
+        return total
 
     def factor_of(self, coefficients: Sequence[float]) -> float:
-        """Return by what coefficients have to be multiplied to explain the samples best."""
+        """Return the factor of all coefficients with which they explain the samples best."""
         explained = [_product(row, coefficients) for row in self._matrix]
         total = _product(explained, coefficients)
         return _product(self._vector, coefficients) / total if total > 0 else 1.0

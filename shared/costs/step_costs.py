@@ -4,7 +4,7 @@ The prices are the least squares of relative errors over recent steps, none belo
 without prompt tokens are forgotten at their own paces, so that rare ones are not lost among many of
 the other kind. What recent steps do not show, such as the price of a token while there is no
 prompt, stays as it was. Prices that recent steps do not separate, as while all prompts have one
-length, are those of the steps that ran before there was work, times one factor.
+length, are those of the steps that ran before there was work, times one factor for each kind.
 
 A step that takes much longer or shorter than predicted is an outlier. It counts as if it had taken
 what is just no outlier, unless several follow one another: then the machine or its load has
@@ -34,12 +34,12 @@ TOLERANCE = 0.1  # relative error up to which a prediction counts as right
 # the second.
 OUTLIER_ERROR, OUTLIER_MEDIANS = 0.5, 4.0
 MOST_OUTLIERS = 3  # in a row that are not believed
-# By what the weight of all steps before shrinks with each further outlier: the machine has changed.
+# By what the weight of recent steps shrinks with each further outlier: the machine has changed.
 DECAY_BY_CHANGE = 0.5
 # How far the pace goes from one step to the next: of a step's error, as far as that is not an
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
-FIRST_WEIGHT = 0.1  # of each step that ran before there was work, next to recent ones
+FIRST_WEIGHT = 0.05  # of a step that ran before there was work; a recent one has 1
 BELIEVED_STEPS = 16  # first steps of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
@@ -58,12 +58,15 @@ class _Kind:
         steps: how many there were.
         error: median relative error of recent predictions; None before there were any.
         outliers: how many of the most recent steps in a row were outliers.
+        equations: of recent steps.
+        first: of those that ran before there was work.
     """
 
     steps: int = 0
     error: float | None = None
     outliers: int = 0
     equations: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
+    first: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
 
     def record_error(self, expected: float, seconds: float) -> None:
         """Take a prediction into account that was made before the step."""
@@ -106,7 +109,7 @@ class StepCosts:
     _decodes: _Kind = field(default_factory=_Kind)
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
-    _first: Equations = field(default_factory=lambda: Equations(len(_SCALES)))  # before any work
+    _first: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
     _first_terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))
     _unsolved: int = 0
     _last_term: int = 0  # the last term of tokens that any step had
@@ -136,9 +139,10 @@ class StepCosts:
         if work.tokens:
             kind, other = other, kind
         self.largest = max(self.largest, work.tokens)
-        self._first.add(_parts(work), seconds, max(seconds, SHORTEST_STEP_S) ** -2)
-        self._first_terms = self._first.solve(_RIDGES, self._first_terms)
         self._learn(kind, other, work, seconds, 1)
+        kind.first.add(_parts(work), seconds, max(seconds, SHORTEST_STEP_S) ** -2)
+        self._first = self._decodes.first.plus(self._prompts.first)
+        self._first_terms = self._first.solve(_RIDGES, self._first_terms)
 
     def observe(self, work: StepWork, seconds: float) -> None:
         """Learn from a step, and how many seconds it took."""
@@ -191,9 +195,12 @@ class StepCosts:
 
     def _solve(self) -> None:
         """Set the prices to those that explain the steps best."""
-        recent = self._decodes.equations.plus(self._prompts.equations)
-        factor = recent.factor_of(self._first_terms)
-        known = recent.plus(self._first, FIRST_WEIGHT, factor)
+        decodes, prompts = self._decodes, self._prompts
+        known = decodes.equations.plus(prompts.equations)
+        if all(self._first.has(index) or not known.has(index) for index in range(len(_SCALES))):
+            for kind in (decodes, prompts):
+                if (factor := kind.equations.factor_of(self._first_terms)) > 0:
+                    known = known.plus(kind.first, FIRST_WEIGHT, factor)
         self._terms = terms = known.solve(_RIDGES, self._terms)
         prices = [term / scale for term, scale in zip(terms, _SCALES, strict=True)]
         for index in range(_FIRST_TOKENS + 1, len(terms)):

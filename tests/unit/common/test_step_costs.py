@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from pagewire.shared.costs.first_steps import FIRST, FURTHER
+from pagewire.shared.costs.first_steps import FIRST, FURTHER, TimedStep
 from pagewire.shared.costs.step_costs import StepCosts
 from pagewire.shared.costs.step_prices import SMALLEST_CHUNK, StepPrices
 from pagewire.shared.costs.step_work import NOTHING, StepWork
@@ -78,9 +78,14 @@ def test_two_small_steps_are_enough_for_a_first_guess() -> None:
     assert costs.predict(work) == pytest.approx(on_a_cpu(work), rel=2)
 
 
+@pytest.mark.parametrize("first", [(), FIRST, (*FIRST, *FURTHER)])
 @pytest.mark.parametrize("machine", MACHINES)
-def test_predictions_are_right_for_work_that_was_not_seen(machine: Machine) -> None:
+def test_predictions_are_right_for_work_that_was_not_seen(
+    machine: Machine, first: Sequence[TimedStep]
+) -> None:
     costs = StepCosts()
+    for step in first:
+        costs.learn(step.work, machine(step.work))
     learn(costs, machine, 500)
     assert worst_error(costs, machine) < 0.15
 
@@ -103,6 +108,25 @@ def test_the_price_of_prompts_outlasts_a_time_without_any(machine: Machine) -> N
         costs.observe(rows, machine(rows))
     assert worst_error(costs, machine) < 0.2
     assert costs.predict(rows) == pytest.approx(machine(rows), rel=0.02)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_what_was_learnt_of_prompts_outlasts_it_too(machine: Machine) -> None:
+    """Prompts take twice as long as before there was work, decode rows as long as then."""
+
+    def slower(work: StepWork) -> float:
+        return (2 if work.tokens else 1) * machine(work)
+
+    costs, rng = StepCosts(), random.Random(0)
+    for step in (*FIRST, *FURTHER):
+        costs.learn(step.work, machine(step.work))
+    learn(costs, slower, 800)
+    for _ in range(5000):
+        rows = rng.randrange(1, 20)
+        work = StepWork(rows, 2000 * rows)
+        costs.observe(work, slower(work) * rng.gauss(1, 0.03))
+    chunk = NOTHING.with_chunk(0, 2048)
+    assert costs.prices.step_s(chunk) == pytest.approx(slower(chunk), rel=0.15)
 
 
 def short_prompts(rng: random.Random) -> StepWork:
@@ -162,6 +186,16 @@ def test_predictions_follow_a_moment_in_which_the_machine_is_slow() -> None:
     assert usual.step_s(UNSEEN[2]) == pytest.approx(costs.prices.step_s(UNSEEN[2]), rel=0.05)
     learn(costs, on_a_gpu, 30, seed=3)
     assert worst_error(costs, on_a_gpu) < 0.15
+
+
+def test_steps_may_take_no_time() -> None:
+    costs = StepCosts()
+    for step in (*FIRST, *FURTHER):
+        costs.learn(step.work, on_a_gpu(step.work))
+    for _ in range(100):
+        costs.observe(StepWork(2, 100), 0.0)
+        costs.observe(NOTHING.with_chunk(0, 64), 0.0)
+    assert costs.predict(StepWork(2, 100)) < 1e-3
 
 
 def test_who_has_seen_nothing_says_so() -> None:
