@@ -64,6 +64,11 @@ class Topology:
         return cls(int(prefill), int(decode), int(steps), policy)
 
     @property
+    def placement(self) -> str:
+        """The policy by which its requests are placed."""
+        return self.policy or ("prefix" if self.prefill else "round_robin")
+
+    @property
     def name(self) -> str:
         """The cluster's name in paths: its workers, step size and policy."""
         return "-".join(
@@ -102,8 +107,7 @@ def running_cluster(
     command += ["--max-model-len", str(MAX_MODEL_LEN), "--device", "cuda"]
     command += ["--max-num-batched-tokens", str(topology.budget)]
     command += ["--no-enable-prefix-caching"]
-    usual = "prefix" if topology.prefill else "round_robin"
-    command += ["--policy", topology.policy or usual, *options]
+    command += ["--policy", topology.placement, *options]
     with cluster.running_cluster(command, logs / topology.name, READY_TIMEOUT_S, env) as running:
         for service in running.services:
             for link in service["links"]:

@@ -1,11 +1,11 @@
-"""Simulates the loads of `two_gpus`, before they are measured or to be compared with that.
+"""Forecasts by simulation what `two_gpus` measures, or compares forecasts and measurements.
 
     python -P -m pagewire.loadtest.bench.forecast --loads 6144/256@6.5 mixed@36#1 --seconds 30
     python -P -m pagewire.loadtest.bench.forecast --clients 512 --measured FILE
 
 Requests come at the same times and are as long as those that `two_gpus` sends with these options.
 Placement by prediction is simulated once more with an objective for gaps. FILE has what `two_gpus`
-printed; each figure of a cluster and load that it has is shown as measured / forecast.
+printed. A figure that it has, too, is printed as "measured / forecast". Times are in ms.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Any
 
 from pagewire.loadtest.bench.clusters import Topology, run_bench
 from pagewire.loadtest.bench.crowd import PROMPT, TOKENS, WARM_UP_S, start_delays
-from pagewire.loadtest.bench.open_load import FORM, PROMISE, OpenLoad, contents_of
-from pagewire.loadtest.bench.tables import markdown
+from pagewire.loadtest.bench.open_load import FORM, PROMISE, WITH_OBJECTIVE, OpenLoad, contents_of
+from pagewire.loadtest.bench.tables import markdown, text_of
 from pagewire.loadtest.cluster import BenchError
 from pagewire.services.cli.simulation.cluster import ClusterPlan, SimulatedCluster
 from pagewire.services.cli.simulation.machine import MachinePrices, load_machine
@@ -31,23 +31,22 @@ from pagewire.services.cli.simulation.workload import clients, independent
 from pagewire.shared.base.errors import ConfigError
 
 ROUTERS = 2  # as `pagewire up` starts them
-FASTEST_ANSWER_S = 0.5  # of a client in a closed loop
+FASTEST_ANSWER_S = 0.5  # no answer is faster; bounds the requests of a client in a closed loop
 TOPOLOGIES = ("1:1:2048:predicted", "1:1:2048:prefix", "0:2:2048")
 
 Figures = dict[str, float]
 
 
 def cluster_of(
-    topology: Topology, machine: MachinePrices, gap_s: float = math.inf
+    topology: Topology, machine: MachinePrices, max_num_seqs: int, gap_s: float = math.inf
 ) -> SimulatedCluster:
     """Return a cluster without requests, whose workers have an objective for gaps or none."""
-    policy = topology.policy or ("prefix" if topology.prefill else "round_robin")
-    plan = ClusterPlan(topology.prefill, topology.decode, policy, routers=ROUTERS)
-    limits = WorkerLimits(topology.budget, caching=False, slo_gap_s=gap_s)
+    plan = ClusterPlan(topology.prefill, topology.decode, topology.placement, routers=ROUTERS)
+    limits = WorkerLimits(topology.budget, max_num_seqs, caching=False, slo_gap_s=gap_s)
     return SimulatedCluster(plan, machine, limits)
 
 
-def open_load(cluster: SimulatedCluster, load: OpenLoad, seconds: float) -> Figures:
+def open_load_figures(cluster: SimulatedCluster, load: OpenLoad, seconds: float) -> Figures:
     """Return what `goodput` would measure, by the same names."""
     arrivals = load.arrivals(seconds)
     times = iter([arrival.at for arrival in arrivals])
@@ -63,7 +62,7 @@ def open_load(cluster: SimulatedCluster, load: OpenLoad, seconds: float) -> Figu
     }
 
 
-def crowd(cluster: SimulatedCluster, count: int, seconds: float) -> Figures:
+def crowd_figures(cluster: SimulatedCluster, count: int, seconds: float) -> Figures:
     """Return what the bench of that name would measure with clients in a closed loop."""
     end_s = WARM_UP_S + seconds
     contents = contents_of(f"{PROMPT}/{TOKENS}")
@@ -79,18 +78,23 @@ def forecasts(
     args: argparse.Namespace, machine: MachinePrices
 ) -> Iterator[tuple[str, str, Figures]]:
     """Yield clusters' and loads' names, with what is forecast of them."""
+
+    def cluster(topology: Topology, gap_s: float = math.inf) -> SimulatedCluster:
+        return cluster_of(topology, machine, args.max_num_seqs, gap_s)
+
+    def figures_of(topology: Topology, load: OpenLoad, gap_s: float = math.inf) -> Figures:
+        return open_load_figures(cluster(topology, gap_s), load, args.seconds)
+
     for count in args.clients:
         for topology in args.topologies:
-            figures = crowd(cluster_of(topology, machine), count, args.seconds)
+            figures = crowd_figures(cluster(topology), count, args.seconds)
             yield topology.label, f"{count} clients", figures
     for load in args.loads:
         for topology in args.topologies:
-            figures = open_load(cluster_of(topology, machine), load, args.seconds)
-            yield topology.label, load.name, figures
+            yield topology.label, load.name, figures_of(topology, load)
             if topology.policy == "predicted":
-                cluster = cluster_of(topology, machine, PROMISE.objective_s)
-                figures = open_load(cluster, load, args.seconds)
-                yield f"{topology.label}, with objective", load.name, figures
+                figures = figures_of(topology, load, PROMISE.objective_s)
+                yield topology.label + WITH_OBJECTIVE, load.name, figures
 
 
 def read_measured(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
@@ -109,8 +113,8 @@ def read_measured(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
 def compared(figures: Figures, measured: Mapping[str, Any]) -> dict[str, str]:
     """Return each figure as text, with the measured one before it if there is one."""
     return {
-        name: f"{measured[name]:.4g} / {value:.4g}" if name in measured else f"{value:.4g}"
-        for name, value in figures.items()
+        name: " / ".join(text_of(float(each[name])) for each in (measured, figures) if name in each)
+        for name in figures
     }
 
 
@@ -118,19 +122,21 @@ def run(args: argparse.Namespace) -> None:
     """Forecast each load on each cluster, and print the table.
 
     Raises:
-        BenchError: a load or topology has another form, or there is no such machine.
+        BenchError: an option has no such form, or a file cannot be read.
     """
+    if not args.loads and not args.clients:
+        raise BenchError("there is nothing to forecast: give --loads or --clients")
     args.loads = [OpenLoad.parse(text) for text in args.loads]
     args.topologies = [Topology.parse(text, args.budget) for text in args.topologies]
     try:
         machine = load_machine(args.machine)
-    except ConfigError as exc:
+        measured = {} if args.measured is None else read_measured(args.measured)
+        rows = [
+            {"load": load, "cluster": label, **compared(figures, measured.get((label, load), {}))}
+            for label, load, figures in forecasts(args, machine)
+        ]
+    except (ConfigError, OSError) as exc:
         raise BenchError(str(exc)) from exc
-    measured = {} if args.measured is None else read_measured(args.measured)
-    rows = [
-        {"load": load, "cluster": label, **compared(figures, measured.get((label, load), {}))}
-        for label, load, figures in forecasts(args, machine)
-    ]
     print(markdown(rows))
 
 
@@ -142,6 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--topologies", nargs="+", default=list(TOPOLOGIES))
     parser.add_argument("--seconds", type=float, default=12.0, help="length of each load")
     parser.add_argument("--budget", type=int, default=2048, help="tokens of a step")
+    parser.add_argument("--max-num-seqs", type=int, default=256, help="most sequences of a worker")
     parser.add_argument("--machine", default="h200-llama-3.1-8b", help="name, or a JSON file")
     parser.add_argument("--measured", type=Path, help="output of two_gpus")
     args = parser.parse_args(arguments)

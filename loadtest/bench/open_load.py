@@ -17,6 +17,7 @@ from pagewire.services.cli.simulation.workload import Contents, log_normal
 MIXED = Contents(log_normal(6.2, 1.1, 16, 12_000), log_normal(5.0, 0.8, 2, 1500))
 PROMISE = Promise(ttft_s=0.6, tpot_s=0.015, gap_s=0.03)
 FORM = "PROMPT/ANSWER@RATE or mixed@RATE, both with #SEED or without"
+WITH_OBJECTIVE = ", with objective"  # after the name of a cluster that keeps gaps short
 _NAME = re.compile(r"(mixed|[1-9]\d*/[1-9]\d*)@(\d+(?:\.\d+)?)(?:#(\d+))?")
 
 

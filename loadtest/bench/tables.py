@@ -49,11 +49,12 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
         f"| {' | '.join(name.replace('_', ' ') for name in columns)} |",
         "| --- " * len(columns) + "|",
     ]
-    body = [f"| {' | '.join(_text(row.get(name)) for name in columns)} |" for row in rows]
+    body = [f"| {' | '.join(text_of(row.get(name)) for name in columns)} |" for row in rows]
     return "\n".join([*head, *body])
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a table's cell: floats have three or four significant digits."""
     if value is None:
         return ""
     if not isinstance(value, float):

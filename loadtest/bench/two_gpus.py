@@ -38,7 +38,7 @@ from pagewire.loadtest.bench.goodput import goodput
 from pagewire.loadtest.bench.handover import handover
 from pagewire.loadtest.bench.idle import idle
 from pagewire.loadtest.bench.model import write_model
-from pagewire.loadtest.bench.open_load import FORM, PROMISE, OpenLoad
+from pagewire.loadtest.bench.open_load import FORM, PROMISE, WITH_OBJECTIVE, OpenLoad
 from pagewire.loadtest.bench.phases import Row
 from pagewire.loadtest.bench.tables import emit, markdown
 from pagewire.loadtest.cluster import BenchError
@@ -94,7 +94,7 @@ def measure(args: argparse.Namespace, model: Path, logs: Path, rows: list[Row]) 
                 warm.add((load.mix, load.rate))
                 note(label, [goodput(urls, load, args.seconds, warm_up=not is_warm)])
                 if predicted:
-                    note(f"{label}, with objective", [_with_objective(args, urls, load)])
+                    note(label + WITH_OBJECTIVE, [_with_objective(args, urls, load)])
 
     options: tuple[str, ...] = ("--kv-transport", args.kv_transport)
     options += ("--max-num-seqs", str(args.max_num_seqs))

@@ -55,11 +55,11 @@ def test_loads_are_forecast_and_compared_with_measurements(
         ("900/16@4#1", aggregated),
     ]
     tokens, forecast = found["4 clients", aggregated][0].split(" / ")
-    assert (tokens, 500 < float(forecast) < 1000) == ("1e+05", True)
+    assert (tokens, 500 < float(forecast) < 1000) == ("99,999", True)
     _, rate, kept, ttft, *_ = found["900/16@4#1", aggregated]
     assert rate.startswith("123.4 / ")
     assert "/" not in kept
-    assert ttft.startswith("5000 / ")
+    assert ttft.startswith("5,000 / ")
     assert 10 < float(ttft.split(" / ")[1]) < 100
 
 
@@ -67,8 +67,11 @@ def test_loads_are_forecast_and_compared_with_measurements(
     ("options", "error"),
     [
         (["--loads", "900@4"], "the load '900@4' is not"),
-        (["--topologies", "2"], "the topology '2' is not"),
-        (["--machine", "abacus"], "no machine 'abacus'"),
+        (["--clients", "4", "--topologies", "2"], "the topology '2' is not"),
+        (["--clients", "4", "--machine", "abacus"], "no machine 'abacus'"),
+        (["--clients", "4", "--measured", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["--loads", "99999999/2@1"], "tokens must be from 1 to 1048576"),
+        ([], "there is nothing to forecast: give --loads or --clients"),
     ],
 )
 def test_a_forecast_names_what_is_wrong(
