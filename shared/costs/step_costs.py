@@ -40,6 +40,7 @@ DECAY_BY_CHANGE = 0.5
 # outlier's, and back to 1.
 PACE_GAIN, PACE_RETURN, PACE_CLIP = 0.2, 0.1, 0.3
 FIRST_WEIGHT = 0.05  # of a step that ran before there was work; a recent one has 1
+LEAST_FACTOR = 0.01  # if recent steps take less than this share of their time, they say nothing
 BELIEVED_STEPS = 16  # first steps of a kind, which are all believed
 # Sizes at which the terms may be of about the same importance, so that the equations are balanced:
 # one step, sequences, contexts, products, and the tokens between each two of `KNOTS`.
@@ -109,6 +110,7 @@ class StepCosts:
     _decodes: _Kind = field(default_factory=_Kind)
     _prompts: _Kind = field(default_factory=_Kind)
     _terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))  # scaled prices
+    # The steps of both kinds that ran before there was work, and the terms that explain them best.
     _first: Equations = field(default_factory=lambda: Equations(len(_SCALES)))
     _first_terms: list[float] = field(default_factory=lambda: [0.0] * len(_SCALES))
     _unsolved: int = 0
@@ -197,9 +199,10 @@ class StepCosts:
         """Set the prices to those that explain the steps best."""
         decodes, prompts = self._decodes, self._prompts
         known = decodes.equations.plus(prompts.equations)
+        # Work that the first steps did not have would be free by them.
         if all(self._first.has(index) or not known.has(index) for index in range(len(_SCALES))):
             for kind in (decodes, prompts):
-                if (factor := kind.equations.factor_of(self._first_terms)) > 0:
+                if (factor := kind.equations.factor_of(self._first_terms)) > LEAST_FACTOR:
                     known = known.plus(kind.first, FIRST_WEIGHT, factor)
         self._terms = terms = known.solve(_RIDGES, self._terms)
         prices = [term / scale for term, scale in zip(terms, _SCALES, strict=True)]

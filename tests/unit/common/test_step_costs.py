@@ -192,7 +192,7 @@ def test_steps_may_take_no_time() -> None:
     costs = StepCosts()
     for step in (*FIRST, *FURTHER):
         costs.learn(step.work, on_a_gpu(step.work))
-    for _ in range(100):
+    for _ in range(8000):
         costs.observe(StepWork(2, 100), 0.0)
         costs.observe(NOTHING.with_chunk(0, 64), 0.0)
     assert costs.predict(StepWork(2, 100)) < 1e-3
