@@ -98,10 +98,19 @@ def forecasts(
 
 
 def read_measured(path: Path) -> dict[tuple[str, str], Mapping[str, Any]]:
-    """Return the rows of a bench's output, by the names of cluster and load."""
+    """Return the rows of a bench's output, by the names of cluster and load.
+
+    Raises:
+        BenchError: the file cannot be read, or a line of it is not complete.
+    """
     found = dict[tuple[str, str], Mapping[str, Any]]()
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line.removeprefix("RESULT ")) if line.startswith("RESULT ") else {}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        results = [line.removeprefix("RESULT ") for line in lines if line.startswith("RESULT ")]
+        rows = [json.loads(result) for result in results]
+    except (OSError, ValueError) as exc:
+        raise BenchError(f"{path} is not the output of a bench: {exc}") from exc
+    for row in rows:
         if row.get("what") == "crowd":
             found[row["cluster"], f"{row['clients']} clients"] = row
         elif row.get("what") == "goodput":
@@ -135,7 +144,7 @@ def run(args: argparse.Namespace) -> None:
             {"load": load, "cluster": label, **compared(figures, measured.get((label, load), {}))}
             for label, load, figures in forecasts(args, machine)
         ]
-    except (ConfigError, OSError) as exc:
+    except ConfigError as exc:
         raise BenchError(str(exc)) from exc
     print(markdown(rows))
 

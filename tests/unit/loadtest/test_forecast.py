@@ -69,7 +69,7 @@ def test_loads_are_forecast_and_compared_with_measurements(
         (["--loads", "900@4"], "the load '900@4' is not"),
         (["--clients", "4", "--topologies", "2"], "the topology '2' is not"),
         (["--clients", "4", "--machine", "abacus"], "no machine 'abacus'"),
-        (["--clients", "4", "--measured", "nowhere"], "No such file or directory: 'nowhere'"),
+        (["--clients", "4", "--measured", "nowhere"], "nowhere is not the output of a bench"),
         (["--loads", "99999999/2@1"], "tokens must be from 1 to 1048576"),
         ([], "there is nothing to forecast: give --loads or --clients"),
     ],
@@ -79,6 +79,14 @@ def test_a_forecast_names_what_is_wrong(
 ) -> None:
     assert main(options) == 1
     assert error in capsys.readouterr().err
+
+
+def test_a_bench_may_have_ended_within_a_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cut").write_text('RESULT {"what": "crowd", "clu')
+    assert main(["--clients", "4", "--measured", str(tmp_path / "cut")]) == 1
+    assert "cut is not the output of a bench: Unterminated string" in capsys.readouterr().err
 
 
 def test_the_prices_of_steps_are_found() -> None:
